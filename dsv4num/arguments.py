@@ -1,0 +1,194 @@
+"""What clause 6.1 allows of the arguments of an operation, checked once for both sides.
+
+The reference and the GPU launchers describe their arrays as `Array` and call the same check, so that
+bad input raises the same error with the same text on either side, before anything is written. Values
+inside arrays are not seen here (clause 6.2): each side checks those itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4num.errors import ArgumentError
+from dsv4num.formats import Layout, get_layout, layout_of_width
+
+INTEGERS = ("int32", "int64")
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array without its contents: strides in elements, dtype and device as text."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+    writable: bool = True
+
+    def require(
+        self,
+        *,
+        dtype: str | Sequence[str],
+        shape: Sequence[int | str],
+        clause: str,
+        written: bool = False,
+    ) -> None:
+        """Checks dtype, rank, the sizes given as numbers, and that the last axis is contiguous.
+
+        Args:
+            dtype: the dtype allowed, or several.
+            shape: one entry per axis: a number that the axis must have, or a name for any size.
+            clause: the SPEC clause to cite.
+            written: whether the operation writes this array.
+
+        Raises:
+            ArgumentError: the first requirement that does not hold.
+        """
+        allowed = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+        wanted = "[" + ", ".join(str(size) for size in shape) + "]"
+        if self.dtype not in allowed:
+            raise ArgumentError(self.name, f"dtype {self.dtype}", " or ".join(allowed), clause)
+        if len(self.shape) != len(shape):
+            given = f"{len(self.shape)} axes, shape {list(self.shape)}"
+            raise ArgumentError(self.name, given, f"shape {wanted}", clause)
+        for size, want in zip(self.shape, shape, strict=True):
+            if isinstance(want, int) and size != want:
+                given = f"shape {list(self.shape)}"
+                raise ArgumentError(self.name, given, f"shape {wanted}", clause)
+        if self.shape and self.shape[-1] > 1 and self.strides[-1] != 1:
+            given = f"stride {self.strides[-1]} along the last axis"
+            raise ArgumentError(self.name, given, "stride 1 (contiguous rows)", clause)
+        if any(s < 0 for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            given = f"strides {list(self.strides)}"
+            raise ArgumentError(self.name, given, "strides of 0 or more", clause)
+        if written and not self.writable:
+            raise ArgumentError(self.name, "a read-only array", "a writable array", clause)
+        if written and any(
+            s == 0 for s, n in zip(self.strides, self.shape, strict=True) if n > 1
+        ):
+            given = f"strides {list(self.strides)}"
+            raise ArgumentError(self.name, given, "rows that do not overlap", clause)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A paged cache whose geometry was checked: where its rows are, in numbers.
+
+    Attributes:
+        layout: the record.
+        block_size: rows per page.
+        num_blocks: pages.
+        page_stride: bytes from one page to the next.
+    """
+
+    layout: Layout
+    block_size: int
+    num_blocks: int
+    page_stride: int
+
+    @property
+    def num_slots(self) -> int:
+        """Rows in the whole cache; slots run from 0 to one below."""
+        return self.num_blocks * self.block_size
+
+
+def positive_int(name: str, value: Any, clause: str) -> int:
+    """`value` as an int of 1 or more.
+
+    Raises:
+        ArgumentError: it is not an integer, or below 1.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+        raise ArgumentError(name, repr(value), "an integer of 1 or more", clause)
+    return int(value.__index__())
+
+
+def check_cache(
+    cache: Array, block_size: Any, layout: str | Layout | None, *, written: bool
+) -> Cache:
+    """Clause 4.3: a uint8 cache [num_blocks, block_size, row bytes] or [num_blocks, page bytes].
+
+    Raises:
+        ArgumentError: dtype, rank, width, block size, page stride or layout does not fit.
+    """
+    rows = positive_int("block_size", block_size, "4.3")
+    if layout is not None:
+        chosen = get_layout(layout)
+    elif len(cache.shape) == 3:
+        chosen = layout_of_width(cache.shape[2])
+    else:
+        raise ArgumentError("layout", None, "a layout name: only a 3-D cache shows its row width", "4.5")
+    owned = chosen.owned_bytes(rows)
+    if len(cache.shape) == 3:
+        shape: tuple[int | str, ...] = ("num_blocks", rows, chosen.row_bytes)
+    else:
+        shape = ("num_blocks", f"page_bytes >= {owned}")
+    cache.require(dtype="uint8", shape=shape, clause="4.3", written=written)
+    num_blocks = cache.shape[0]
+    if len(cache.shape) == 3 and rows > 1 and num_blocks and cache.strides[1] != chosen.row_bytes:
+        given = f"stride {cache.strides[1]} along axis 1"
+        raise ArgumentError(cache.name, given, f"{chosen.row_bytes}, the bytes per row", "4.3")
+    if len(cache.shape) == 2 and cache.shape[1] < owned:
+        given = f"pages of {cache.shape[1]} bytes"
+        raise ArgumentError(cache.name, given, f"at least {owned} for {rows} {chosen.name} rows", "4.3")
+    stride = cache.strides[0] if num_blocks > 1 else max(cache.strides[0], owned)
+    if stride < owned:
+        given = f"page stride {stride}"
+        raise ArgumentError(cache.name, given, f"at least {owned} for {rows} {chosen.name} rows", "4.3")
+    return Cache(chosen, rows, num_blocks, stride)
+
+
+def same_device(*arrays: Array) -> None:
+    """Every array lies on the device of the first.
+
+    Raises:
+        ArgumentError: the first one that does not.
+    """
+    for array in arrays[1:]:
+        if array.device != arrays[0].device:
+            allowed = f"{arrays[0].device}, where {arrays[0].name} is"
+            raise ArgumentError(array.name, f"device {array.device}", allowed)
+
+
+def check_insert(
+    k: Array, k_cache: Array, slot_mapping: Array, block_size: Any, layout: str | Layout
+) -> Cache:
+    """The arguments of `quantize_and_insert_k_cache` (clause 5.1)."""
+    if layout is None:
+        raise ArgumentError("layout", None, "a layout name", "5.1")
+    cache = check_cache(k_cache, block_size, layout, written=True)
+    k.require(dtype="bfloat16", shape=("tokens", cache.layout.head_dim), clause="5.1")
+    slot_mapping.require(dtype=INTEGERS, shape=("tokens",), clause="5.1")
+    if k.shape[0] < slot_mapping.shape[0]:
+        allowed = f"at least {slot_mapping.shape[0]}, the length of slot_mapping"
+        raise ArgumentError("k", f"{k.shape[0]} rows", allowed, "5.1")
+    same_device(k_cache, k, slot_mapping)
+    return cache
+
+
+def check_gather(
+    out: Array,
+    k_cache: Array,
+    seq_lens: Array,
+    gather_lens: Array | None,
+    block_table: Array,
+    block_size: Any,
+    offset: Any,
+    layout: str | Layout | None,
+) -> Cache:
+    """The arguments of `dequantize_and_gather_k_cache` (clause 5.2)."""
+    cache = check_cache(k_cache, block_size, layout, written=False)
+    seq_lens.require(dtype=INTEGERS, shape=("num_reqs",), clause="5.2")
+    requests = seq_lens.shape[0]
+    head_dim = cache.layout.head_dim
+    out.require(dtype="bfloat16", shape=(requests, "M", head_dim), clause="5.2", written=True)
+    block_table.require(dtype=INTEGERS, shape=(requests, "pages"), clause="5.2")
+    if gather_lens is not None:
+        gather_lens.require(dtype=INTEGERS, shape=(requests,), clause="5.2")
+    if isinstance(offset, bool) or not hasattr(offset, "__index__") or offset.__index__() < 0:
+        raise ArgumentError("offset", repr(offset), "an integer of 0 or more", "5.2")
+    same_device(out, k_cache, seq_lens, block_table, *([gather_lens] if gather_lens else []))
+    return cache

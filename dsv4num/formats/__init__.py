@@ -1,0 +1,61 @@
+"""Frozen facts about formats, group rules and records. Standard library only, no algorithm."""
+
+from dsv4num.formats.group import (
+    M1,
+    N2,
+    P1_32,
+    P1_32_FNUZ,
+    P1_64,
+    P1_64_FNUZ,
+    P1_128,
+    RULES,
+    GroupRule,
+    get_rule,
+)
+from dsv4num.formats.layout import (
+    LAYOUTS,
+    Field,
+    Layout,
+    Plane,
+    get_layout,
+    layout_of_width,
+)
+from dsv4num.formats.scalar import (
+    BF16,
+    E2M1,
+    E4M3FN,
+    E4M3FNUZ,
+    FP32,
+    SCALARS,
+    UE8M0,
+    FloatFormat,
+    get_scalar,
+)
+
+__all__ = [
+    "BF16",
+    "E2M1",
+    "E4M3FN",
+    "E4M3FNUZ",
+    "FP32",
+    "LAYOUTS",
+    "M1",
+    "N2",
+    "P1_32",
+    "P1_32_FNUZ",
+    "P1_64",
+    "P1_64_FNUZ",
+    "P1_128",
+    "RULES",
+    "SCALARS",
+    "UE8M0",
+    "Field",
+    "FloatFormat",
+    "GroupRule",
+    "Layout",
+    "Plane",
+    "get_layout",
+    "get_rule",
+    "get_scalar",
+    "layout_of_width",
+]

@@ -1,0 +1,3 @@
+"""placeholder"""
+from dsv4num.formats.layout import Layout
+def describe(layout: Layout, block_size: int) -> str: ...
