@@ -1,0 +1,90 @@
+"""An array without its contents, and the checks that every operation makes of one (clause 6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4num.errors import ArgumentError
+
+INTEGERS = ("int32", "int64")
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array without its contents: strides in elements, dtype and device as text."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+    writable: bool = True
+
+    def require(
+        self,
+        *,
+        dtype: str | Sequence[str],
+        shape: Sequence[int | str],
+        clause: str,
+        written: bool = False,
+    ) -> None:
+        """Checks dtype, rank, the sizes given as numbers, and that the last axis is contiguous.
+
+        Args:
+            dtype: the dtype allowed, or several.
+            shape: one entry per axis: a number that the axis must have, or a name for any size.
+            clause: the SPEC clause to cite.
+            written: whether the operation writes this array.
+
+        Raises:
+            ArgumentError: the first requirement that does not hold.
+        """
+        allowed = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+        wanted = "[" + ", ".join(str(size) for size in shape) + "]"
+        if self.dtype not in allowed:
+            raise ArgumentError(self.name, f"dtype {self.dtype}", " or ".join(allowed), clause)
+        if len(self.shape) != len(shape):
+            given = f"{len(self.shape)} axes, shape {list(self.shape)}"
+            raise ArgumentError(self.name, given, f"shape {wanted}", clause)
+        for size, want in zip(self.shape, shape, strict=True):
+            if isinstance(want, int) and size != want:
+                given = f"shape {list(self.shape)}"
+                raise ArgumentError(self.name, given, f"shape {wanted}", clause)
+        if self.shape and self.shape[-1] > 1 and self.strides[-1] != 1:
+            given = f"stride {self.strides[-1]} along the last axis"
+            raise ArgumentError(self.name, given, "stride 1 (contiguous rows)", clause)
+        if any(s < 0 for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            given = f"strides {list(self.strides)}"
+            raise ArgumentError(self.name, given, "strides of 0 or more", clause)
+        if written and not self.writable:
+            raise ArgumentError(self.name, "a read-only array", "a writable array", clause)
+        if written and any(
+            s == 0 for s, n in zip(self.strides, self.shape, strict=True) if n > 1
+        ):
+            given = f"strides {list(self.strides)}"
+            raise ArgumentError(self.name, given, "rows that do not overlap", clause)
+
+
+def positive_int(name: str, value: Any, clause: str) -> int:
+    """`value` as an int of 1 or more.
+
+    Raises:
+        ArgumentError: it is not an integer, or below 1.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+        raise ArgumentError(name, repr(value), "an integer of 1 or more", clause)
+    return int(value.__index__())
+
+
+def same_device(*arrays: Array) -> None:
+    """Every array lies on the device of the first.
+
+    Raises:
+        ArgumentError: the first one that does not.
+    """
+    for array in arrays[1:]:
+        if array.device != arrays[0].device:
+            allowed = f"{arrays[0].device}, where {arrays[0].name} is"
+            raise ArgumentError(array.name, f"device {array.device}", allowed)

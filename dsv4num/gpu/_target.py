@@ -1,0 +1,95 @@
+"""What a target can do by itself; everything else is integer work.
+
+The *native* path converts with the hardware's own E4M3 and bf16 instructions where the target has
+them and where they are known to round as SPEC section 2 says. The *portable* path uses integers only
+and runs anywhere. The bytes are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+import triton
+
+from dsv4num.errors import ArgumentError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of device.
+
+    Attributes:
+        name: "sm_90", "gfx942", ... or "interpreter".
+        native: whether the E4M3 OCP and bf16 instructions of sm_89 and later are there.
+    """
+
+    name: str
+    native: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to launch a kernel. Bytes never depend on it.
+
+    Attributes:
+        path: "native", "portable", or "auto": native where the target has it.
+        rows: rows per program, a power of two; None takes the built-in choice.
+        num_warps: None takes the built-in choice.
+    """
+
+    path: Literal["auto", "native", "portable"] = "auto"
+    rows: int | None = None
+    num_warps: int | None = None
+
+
+@cache
+def _cuda_target(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return Target(properties.gcnArchName.split(":")[0], native=False)
+    return Target(f"sm_{properties.major}{properties.minor}", native=has_native(properties.major, properties.minor))
+
+
+def has_native(major: int, minor: int) -> bool:
+    """Whether an NVIDIA compute capability has `cvt.rn.satfinite.e4m3x2.f32`."""
+    return (major, minor) >= (8, 9)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target behind a torch device.
+
+    Raises:
+        UnsupportedError: no kernel can run there.
+    """
+    if interpreted():
+        return Target("interpreter", native=False)
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"device {device}: kernels need a GPU; on a CPU they run in Triton's interpreter, "
+            "which must be chosen before triton is imported: TRITON_INTERPRET=1"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _cuda_target(index)
+
+
+def use_native(launch: Launch, device: torch.device) -> bool:
+    """Whether the launch takes the native path.
+
+    Raises:
+        ArgumentError: an unknown path.
+        UnsupportedError: the native path was asked for on a target without it.
+    """
+    if launch.path not in ("auto", "native", "portable"):
+        raise ArgumentError("launch.path", repr(launch.path), "auto, native, portable", "6.1")
+    target = target_of(device)
+    if launch.path == "native" and not target.native:
+        raise UnsupportedError(f"the native path needs sm_89 or later; this is {target.name}")
+    return target.native and launch.path != "portable"

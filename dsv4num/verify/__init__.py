@@ -1,0 +1,1 @@
+"""One runner that holds every kernel to the oracle, byte for byte."""

@@ -1,0 +1,124 @@
+"""The commands `verify` and `targets`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from dsv4num.errors import ArgumentError, UnsupportedError
+
+
+def add_verify(subparsers: Any) -> None:
+    """Adds the `verify` command to a command line."""
+    parser = subparsers.add_parser("verify", help="hold the kernels to the oracle, byte for byte")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda if there is a GPU, else cpu")
+    parser.add_argument("--level", choices=("quick", "full"), default="quick")
+    parser.add_argument("--op", action="append", default=[], help="operation (may be repeated)")
+    parser.add_argument("--layout", action="append", default=[], help="layout (may be repeated)")
+    parser.add_argument("--variant", action="append", default=[], help="layout, format or rule")
+    parser.add_argument("--case", action="append", default=[], help="case name (may be repeated)")
+    parser.add_argument("--path", action="append", default=[], choices=("native", "portable"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=0, help="processes (default: by the machine)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="write FOLDER/<arch>.json")
+    parser.set_defaults(func=verify)
+
+
+def add_targets(subparsers: Any) -> None:
+    """Adds the `targets` command to a command line."""
+    parser = subparsers.add_parser("targets", help="how far each architecture is proven")
+    parser.set_defaults(func=targets)
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Runs the cases; 0 only if nothing differs."""
+    device = _choose_device(arguments.device)
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from dsv4num.verify import report
+    from dsv4num.verify.operations import OPERATIONS
+    from dsv4num.verify.runner import Options, run, selected
+
+    known = {variant for operation in OPERATIONS.values() for variant in operation.variants}
+    for name in arguments.op:
+        if name not in OPERATIONS:
+            raise ArgumentError("--op", repr(name), ", ".join(OPERATIONS))
+    for name in (*arguments.layout, *arguments.variant):
+        if name not in known:
+            raise ArgumentError("--variant", repr(name), ", ".join(sorted(known)))
+    options = Options(
+        device=device,
+        level=arguments.level,
+        operations=tuple(arguments.op),
+        variants=(*arguments.layout, *arguments.variant),
+        cases=tuple(arguments.case),
+        paths=tuple(arguments.path),
+        seed=arguments.seed,
+        jobs=arguments.jobs or min(os.cpu_count() or 1, 8),
+    )
+    console = Console(width=None if os.isatty(1) else 120)
+    found = report.environment(device)
+    console.print("  ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
+    if device == "cpu":
+        console.print("no GPU: the portable path runs in Triton's interpreter", style="yellow")
+    began = time.perf_counter()
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+        console=console, transient=True,
+    )
+    total = len(list(selected(options)))
+    with bar:
+        task = bar.add_task("", total=total)
+        rows = run(options, lambda text: bar.update(task, description=text, advance=1))
+    seconds = time.perf_counter() - began
+    report.print_table(console, rows)
+    whole = report.as_json(options, rows, found, seconds)
+    for row in rows:
+        for lines in row.failures[:3]:
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        if len(row.failures) > 3:
+            console.print(f"... and {len(row.failures) - 3} more runs of {row.operation} {row.variant}")
+    ran = sum(row.runs for row in rows)
+    verdict = f"{ran:,} runs, {whole['bytes']:,} bytes compared, {whole['mismatches']:,} mismatches"
+    console.print(f"{verdict}, {seconds:.0f} s", style="red" if whole["mismatches"] else "green")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
+    if arguments.record:
+        console.print(f"recorded in {report.write_record(arguments.record, whole)}")
+    if ran == 0:
+        raise ArgumentError("selection", "no case", "options that select at least one case")
+    return 1 if whole["mismatches"] else 0
+
+
+def targets(arguments: argparse.Namespace) -> int:
+    """Prints the records of proof."""
+    from rich.console import Console
+
+    from dsv4num.verify import report
+
+    report.print_targets(Console(width=120), report.proof_folder())
+    return 0
+
+
+def _choose_device(asked: str | None) -> str:
+    """The device to run on; on a CPU the interpreter is chosen before triton is imported."""
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError("verify needs torch and triton: pip install 'dsv4num[gpu]'") from None
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("--device cuda: torch sees no GPU here")
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        # The interpreter computes with NumPy, which reports the overflows that clause 3 defines.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::RuntimeWarning")
+        warnings.simplefilter("ignore", RuntimeWarning)
+    return device

@@ -1,0 +1,151 @@
+"""The registry: which operations there are, over which formats, rules or layouts, and where an
+output byte belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4num.arguments import check_cache
+from dsv4num.formats import LAYOUTS, RULES, SCALARS, FloatFormat, get_layout, get_scalar
+from dsv4num.reference.record import describe
+from dsv4num.verify import cases
+from dsv4num.verify.cases import Case, Level
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a byte of an output belongs.
+
+    Attributes:
+        text: for people: page, slot, row, field, element.
+        kind: "codes", "scale", "raw", "pad", "value", or "unowned" for a byte that the operation does
+            not own.
+        format: the format of the code that holds the byte, if it has one.
+        first: the byte of the buffer where that code starts.
+        nbytes: the bytes of that code.
+        nibble: for two codes in one byte.
+    """
+
+    text: str
+    kind: str
+    format: FloatFormat | None
+    first: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Attributes:
+        name: its public name in `dsv4num.reference` and `dsv4num.gpu`.
+        variants: formats, rules or layouts that it is verified over.
+        cases: makes the cases of a variant.
+        returns: names of the values it returns; empty for operations that write in place.
+        locate: finds the place of a byte: case, output name, byte within the output's buffer, byte
+            where the output starts in it.
+        clause: the SPEC clause.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+    cases: Callable[[str, Level, int], Iterator[Case]]
+    locate: Callable[[Case, str, int, int], Place]
+    clause: str
+    returns: tuple[str, ...] = ()
+
+
+def locate_in_cache(case: Case, name: str, byte: int, start: int) -> Place:
+    """The place of a byte of a paged cache."""
+    cache = check_cache(
+        describe(name, case.arguments[name]),
+        case.arguments["block_size"],
+        case.keywords["layout"],
+        written=False,
+    )
+    within = byte - start
+    page, offset = divmod(within, cache.page_stride) if within >= 0 else (-1, 0)
+    if not 0 <= page < cache.num_blocks:
+        return Place(f"byte {within} outside the cache", "unowned", None, byte, 1)
+    for index, plane in enumerate(cache.layout.planes):
+        first = cache.layout.plane_offset(index, cache.block_size)
+        row, column = divmod(offset - first, plane.row_bytes)
+        if not 0 <= row < cache.block_size:
+            continue
+        slot = page * cache.block_size + row
+        for field in plane.fields:
+            into = column - field.offset
+            if not 0 <= into < field.nbytes:
+                continue
+            size = max(1, field.format.width // 8) if field.format else 1
+            per_byte = 2 if field.format and field.format.width == 4 else 1
+            element = into // size * per_byte
+            meaning = f"{field.name}[{element}]"
+            if field.kind in ("codes", "raw"):
+                meaning += f" (dim {field.dims[0] + element})"
+            text = f"page {page} slot {slot} row {row} {meaning}"
+            return Place(text, field.kind, field.format, byte - into % size, size)
+    return Place(f"page {page} byte {offset}, owned by no row", "unowned", None, byte, 1)
+
+
+def locate_in_rows(case: Case, name: str, byte: int, start: int) -> Place:
+    """The place of a byte of a bf16 output [requests, rows, dims]."""
+    view = case.arguments[name]
+    within = byte - start
+    index = []
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        index.append(within // stride if within >= 0 else size)
+        within -= index[-1] * stride
+        if index[-1] >= size:
+            return Place(f"byte {byte - start}, owned by no row", "unowned", None, byte, 1)
+    text = f"request {index[0]} row {index[1]} dim {index[2]}"
+    return Place(text, "value", get_scalar("bf16"), byte - within, 2)
+
+
+def locate_in_array(case: Case, name: str, byte: int, start: int) -> Place:
+    """The place of a byte of a returned array, which is contiguous."""
+    if name == "scale_codes" or "amax" in case.arguments:
+        return Place(f"{name}[{byte}]", "scale", None, byte, 1)
+    fmt = case.arguments.get("fmt")
+    if fmt == "bf16" and name == "codes":
+        return Place(f"{name}[{byte // 2}]", "value", get_scalar(fmt), byte - byte % 2, 2)
+    if name == "x":
+        return Place(f"{name}[{byte // 4}]", "value", None, byte - byte % 4, 4)
+    chosen = get_scalar(fmt) if fmt else None
+    return Place(f"{name}[{byte}]", "codes", chosen, byte, 1)
+
+
+_LAYOUTS = tuple(LAYOUTS)
+_SCALARS = tuple(SCALARS)
+_RULES = tuple(RULES)
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("encode", _SCALARS, cases.encode_cases, locate_in_array, "2", ("codes",)),
+        Operation("decode", _SCALARS, cases.decode_cases, locate_in_array, "2", ("x",)),
+        Operation("pack", ("e2m1",), cases.pack_cases, locate_in_array, "2.6", ("packed",)),
+        Operation("unpack", ("e2m1",), cases.unpack_cases, locate_in_array, "2.6", ("codes",)),
+        Operation(
+            "encode_scale", _RULES, cases.encode_scale_cases, locate_in_array, "3", ("scale_codes",)
+        ),
+        Operation(
+            "quantize", _RULES, cases.quantize_cases, locate_in_array, "3", ("codes", "scale_codes")
+        ),
+        Operation("dequantize", _RULES, cases.dequantize_cases, locate_in_array, "3.5", ("x",)),
+        Operation(
+            "quantize_and_insert_k_cache", _LAYOUTS, cases.insert_cases, locate_in_cache, "5.1"
+        ),
+        Operation(
+            "dequantize_and_gather_k_cache", _LAYOUTS, cases.gather_cases, locate_in_rows, "5.2"
+        ),
+    )
+}
+
+
+def layout_of_case(case: Case) -> Any:
+    """The layout that a case names, or None."""
+    name = case.keywords.get("layout")
+    return get_layout(name) if name else None
