@@ -17,12 +17,12 @@ HEADINGS = re.findall(r"^#{2,3} (\d+(?:\.\d+)?) ", SPEC, re.MULTILINE)
 
 SCALARS = ("ue8m0", "e4m3fn", "e4m3fnuz", "e2m1", "bf16")
 
-NUMBER = r"[1-9](?:\.[1-9]\d*)?"
+NUMBER = r"[1-9](?:\.[1-9]\d?(?!\d))?"
 NUMBERS = rf"({NUMBER}(?:(?:\s+(?:and|to|or)|,)\s+{NUMBER})*)"
 CITATIONS = (
     rf"[Cc]lauses?\s+{NUMBERS}",
     rf"SPEC(?:\s+(?:section|clause)s?)?\s+{NUMBERS}",
-    r"""["']([1-9]\.[1-9]\d*)["']""",
+    r"""["']([1-9]\.[1-9]\d?)["']""",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,19 +53,34 @@ class Array:
             if isinstance(want, int) and size != want:
                 given = f"shape {list(self.shape)}"
                 raise ArgumentError(self.name, given, f"shape {wanted}", clause)
+        if written and not self.writable:
+            raise ArgumentError(self.name, "a read-only array", "a writable array", clause)
+        if 0 in self.shape:
+            return  # no element, so no stride means anything
         if self.shape and self.shape[-1] > 1 and self.strides[-1] != 1:
             given = f"stride {self.strides[-1]} along the last axis"
             raise ArgumentError(self.name, given, "stride 1 (contiguous rows)", clause)
         if any(s < 0 for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             given = f"strides {list(self.strides)}"
             raise ArgumentError(self.name, given, "strides of 0 or more", clause)
-        if written and not self.writable:
-            raise ArgumentError(self.name, "a read-only array", "a writable array", clause)
-        if written and any(
-            s == 0 for s, n in zip(self.strides, self.shape, strict=True) if n > 1
-        ):
+        if written and any(s == 0 for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             given = f"strides {list(self.strides)}"
             raise ArgumentError(self.name, given, "rows that do not overlap", clause)
+
+
+def integer(name: str, value: Any, least: int, clause: str) -> int:
+    """`value` as an int of at least `least`; NumPy integers count, booleans and floats do not.
+
+    Raises:
+        ArgumentError: it is not such an integer.
+    """
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = least - 1
+    if isinstance(value, bool) or found < least:
+        raise ArgumentError(name, repr(value), f"an integer of {least} or more", clause)
+    return found
 
 
 def positive_int(name: str, value: Any, clause: str) -> int:
@@ -73,9 +89,7 @@ def positive_int(name: str, value: Any, clause: str) -> int:
     Raises:
         ArgumentError: it is not an integer, or below 1.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
-        raise ArgumentError(name, repr(value), "an integer of 1 or more", clause)
-    return int(value.__index__())
+    return integer(name, value, 1, clause)
 
 
 def same_device(*arrays: Array) -> None:

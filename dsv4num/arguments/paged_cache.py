@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4num.arguments.array import INTEGERS, Array, positive_int, same_device
+from dsv4num.arguments.array import INTEGERS, Array, integer, positive_int, same_device
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import Layout, get_layout, layout_of_width
 
@@ -44,10 +44,16 @@ def check_cache(
     if layout is not None:
         chosen = get_layout(layout)
     elif len(cache.shape) == 3:
-        chosen = layout_of_width(cache.shape[2])
+        try:
+            chosen = layout_of_width(cache.shape[2])
+        except ArgumentError as error:
+            given = f"rows of {cache.shape[2]} bytes"
+            raise ArgumentError(cache.name, given, error.allowed, "4.5") from None
     else:
-        raise ArgumentError("layout", None, "a layout name: only a 3-D cache shows its row width", "4.5")
+        allowed = "a layout name: only a 3-D cache shows its row width"
+        raise ArgumentError("layout", None, allowed, "4.5")
     owned = chosen.owned_bytes(rows)
+    enough = f"at least {owned} for {rows} {chosen.name} rows"
     if len(cache.shape) == 3:
         shape: tuple[int | str, ...] = ("num_blocks", rows, chosen.row_bytes)
     else:
@@ -59,11 +65,11 @@ def check_cache(
         raise ArgumentError(cache.name, given, f"{chosen.row_bytes}, the bytes per row", "4.3")
     if len(cache.shape) == 2 and cache.shape[1] < owned:
         given = f"pages of {cache.shape[1]} bytes"
-        raise ArgumentError(cache.name, given, f"at least {owned} for {rows} {chosen.name} rows", "4.3")
+        raise ArgumentError(cache.name, given, enough, "4.3")
     stride = cache.strides[0] if num_blocks > 1 else max(cache.strides[0], owned)
     if stride < owned:
         given = f"page stride {stride}"
-        raise ArgumentError(cache.name, given, f"at least {owned} for {rows} {chosen.name} rows", "4.3")
+        raise ArgumentError(cache.name, given, enough, "4.3")
     return Cache(chosen, rows, num_blocks, stride)
 
 
@@ -102,7 +108,6 @@ def check_gather(
     block_table.require(dtype=INTEGERS, shape=(requests, "pages"), clause="5.2")
     if gather_lens is not None:
         gather_lens.require(dtype=INTEGERS, shape=(requests,), clause="5.2")
-    if isinstance(offset, bool) or not hasattr(offset, "__index__") or offset.__index__() < 0:
-        raise ArgumentError("offset", repr(offset), "an integer of 0 or more", "5.2")
+    integer("offset", offset, 0, "5.2")
     same_device(out, k_cache, seq_lens, block_table, *([gather_lens] if gather_lens else []))
     return cache

@@ -16,6 +16,8 @@ import triton
 
 from dsv4num.errors import ArgumentError, UnsupportedError
 
+Path = Literal["auto", "native", "portable"]
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -40,7 +42,7 @@ class Launch:
         num_warps: None takes the built-in choice.
     """
 
-    path: Literal["auto", "native", "portable"] = "auto"
+    path: Path = "auto"
     rows: int | None = None
     num_warps: int | None = None
 
@@ -50,7 +52,8 @@ def _cuda_target(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return Target(properties.gcnArchName.split(":")[0], native=False)
-    return Target(f"sm_{properties.major}{properties.minor}", native=has_native(properties.major, properties.minor))
+    major, minor = properties.major, properties.minor
+    return Target(f"sm_{major}{minor}", native=has_native(major, minor))
 
 
 def has_native(major: int, minor: int) -> bool:

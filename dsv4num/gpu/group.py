@@ -7,7 +7,7 @@ that of qmax.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,84 +31,61 @@ def amax_bits(bits):
     return tl.max(tl.where(magnitude > _INFINITY, 0, magnitude), axis=1)
 
 
+class Rule(NamedTuple):
+    """The facts of a group rule, as one kernel constant. Numbers are fp32 bits."""
+
+    group: int
+    element: str
+    scale: str
+    qmax: int
+    floor: int
+    amax_factor: int
+    largest_scale: int
+    infinite_code: int
+
+
 @triton.jit
-def encode_scale_bits(
-    amax,
-    SCALE: tl.constexpr,
-    QMAX_BITS: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    FACTOR_BITS: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-    INFINITE_CODE: tl.constexpr,
-):
+def encode_scale_bits(amax, RULE: tl.constexpr):
     """uint32 scale codes of amax bits. Every rule's floor keeps the exponent field above 0."""
-    if SCALE == "ue8m0":
-        carry: tl.constexpr = 0x7FFFFF - (QMAX_BITS & 0x7FFFFF)
-        exponent: tl.constexpr = (QMAX_BITS >> 23) - 127
-        codes = ((tl.maximum(amax, FLOOR_BITS) + carry) >> 23) - exponent
-        codes = tl.where(amax == _INFINITY, INFINITE_CODE, codes)
+    if RULE.scale == "ue8m0":
+        carry: tl.constexpr = 0x7FFFFF - (RULE.qmax & 0x7FFFFF)
+        exponent: tl.constexpr = (RULE.qmax >> 23) - 127
+        codes = ((tl.maximum(amax, RULE.floor) + carry) >> 23) - exponent
+        codes = tl.where(amax == _INFINITY, RULE.infinite_code, codes)
     else:
-        factor = float_of(tl.full(amax.shape, FACTOR_BITS, tl.uint32))
-        scale = tl.maximum(bits_of(float_of(amax) * factor), FLOOR_BITS)
-        codes = encode_bits(tl.minimum(scale, LIMIT_BITS), SCALE, False)
+        factor = float_of(tl.full(amax.shape, RULE.amax_factor, tl.uint32))
+        scale = tl.maximum(bits_of(float_of(amax) * factor), RULE.floor)
+        codes = encode_bits(tl.minimum(scale, RULE.largest_scale), RULE.scale, False)
     return codes
 
 
 @triton.jit
-def scale_elements(bits, scale_codes, SCALE: tl.constexpr, INFINITE_CODE: tl.constexpr):
+def scale_elements(bits, scale_codes, RULE: tl.constexpr):
     """fp32 bits [N, GROUP] brought into the range of the element format by scale codes [N]."""
-    if SCALE == "ue8m0":
+    if RULE.scale == "ue8m0":
         inverse = (254 - scale_codes) << 23
         # Code 254 has the subnormal inverse 2**-127; code 255 multiplies by 0.
-        at_infinity: tl.constexpr = 0x00400000 if INFINITE_CODE == 254 else 0
-        inverse = tl.where(scale_codes == INFINITE_CODE, at_infinity, inverse)
+        at_infinity: tl.constexpr = 0x00400000 if RULE.infinite_code == 254 else 0
+        inverse = tl.where(scale_codes == RULE.infinite_code, at_infinity, inverse)
         scaled = float_of(bits) * float_of(inverse)[:, None]
     else:
-        scale = float_of(decode_bits(scale_codes, SCALE, False))
+        scale = float_of(decode_bits(scale_codes, RULE.scale, False))
         scaled = tl.div_rn(float_of(bits), tl.broadcast_to(scale[:, None], bits.shape))
     return bits_of(scaled)
 
 
 @triton.jit
-def quantize_groups(
-    bits,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    QMAX_BITS: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    FACTOR_BITS: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-    INFINITE_CODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+def quantize_groups(bits, RULE: tl.constexpr, NATIVE: tl.constexpr):
     """Codes [N, GROUP] and uint32 scale codes [N] of fp32 bits [N, GROUP]."""
-    amax = amax_bits(bits)
-    scale_codes = encode_scale_bits(
-        amax, SCALE, QMAX_BITS, FLOOR_BITS, FACTOR_BITS, LIMIT_BITS, INFINITE_CODE
-    )
-    scaled = scale_elements(bits, scale_codes, SCALE, INFINITE_CODE)
-    return encode_bits(scaled, ELEMENT, NATIVE), scale_codes
+    scale_codes = encode_scale_bits(amax_bits(bits), RULE)
+    return encode_bits(scale_elements(bits, scale_codes, RULE), RULE.element, NATIVE), scale_codes
 
 
 @triton.jit
-def _encode_scale_kernel(
-    amax_ptr,
-    codes_ptr,
-    n,
-    SCALE: tl.constexpr,
-    QMAX_BITS: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    FACTOR_BITS: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-    INFINITE_CODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _encode_scale_kernel(amax_ptr, codes_ptr, n, RULE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0).to(tl.uint32, bitcast=True) & _MAGNITUDE
-    codes = encode_scale_bits(
-        amax, SCALE, QMAX_BITS, FLOOR_BITS, FACTOR_BITS, LIMIT_BITS, INFINITE_CODE
-    )
-    tl.store(codes_ptr + at, codes.to(tl.uint8), mask=at < n)
+    tl.store(codes_ptr + at, encode_scale_bits(amax, RULE).to(tl.uint8), mask=at < n)
 
 
 @triton.jit
@@ -117,34 +94,17 @@ def _quantize_kernel(
     codes_ptr,
     scale_codes_ptr,
     groups,
-    GROUP: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    QMAX_BITS: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    FACTOR_BITS: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-    INFINITE_CODE: tl.constexpr,
+    RULE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    at = row[:, None] * RULE.group + tl.arange(0, RULE.group)[None, :]
     inside = (row < groups)[:, None]
     bits = tl.load(x_ptr + at, mask=inside, other=0)
     if bits.dtype == tl.int16:
         bits = bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    codes, scale_codes = quantize_groups(
-        bits.to(tl.uint32, bitcast=True),
-        ELEMENT,
-        SCALE,
-        QMAX_BITS,
-        FLOOR_BITS,
-        FACTOR_BITS,
-        LIMIT_BITS,
-        INFINITE_CODE,
-        NATIVE,
-    )
+    codes, scale_codes = quantize_groups(bits.to(tl.uint32, bitcast=True), RULE, NATIVE)
     tl.store(codes_ptr + at, codes.to(tl.uint8), mask=inside)
     tl.store(scale_codes_ptr + row, scale_codes.to(tl.uint8), mask=row < groups)
 
@@ -155,19 +115,17 @@ def _dequantize_kernel(
     scale_codes_ptr,
     x_ptr,
     groups,
-    GROUP: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
+    RULE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    at = row[:, None] * RULE.group + tl.arange(0, RULE.group)[None, :]
     inside = (row < groups)[:, None]
     codes = tl.load(codes_ptr + at, mask=inside, other=0)
     scale_codes = tl.load(scale_codes_ptr + row, mask=row < groups, other=0)
-    values = float_of(decode_bits(codes, ELEMENT, NATIVE))
-    scales = float_of(decode_bits(scale_codes, SCALE, False))
+    values = float_of(decode_bits(codes, RULE.element, NATIVE))
+    scales = float_of(decode_bits(scale_codes, RULE.scale, False))
     bits = bits_of(values * scales[:, None])
     bits = tl.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC00000, bits)
     tl.store(x_ptr + at, bits.to(tl.int32, bitcast=True), mask=inside)
@@ -183,21 +141,18 @@ def fp32_bits(value: float) -> int:
     return int.from_bytes(struct.pack("<f", value), "little")
 
 
-def scale_constants(rule: GroupRule) -> dict[str, Any]:
-    """The facts of a rule that choose a scale, as kernel constants."""
-    return {
-        "SCALE": rule.scale.name,
-        "QMAX_BITS": fp32_bits(rule.qmax),
-        "FLOOR_BITS": fp32_bits(rule.floor),
-        "FACTOR_BITS": fp32_bits(rule.amax_factor),
-        "LIMIT_BITS": fp32_bits(rule.scale.max_value) if rule.amax_factor else 0,
-        "INFINITE_CODE": rule.infinite_code,
-    }
-
-
-def rule_constants(rule: GroupRule) -> dict[str, Any]:
-    """The facts of a rule, as kernel constants."""
-    return {"ELEMENT": rule.element.name, **scale_constants(rule)}
+def rule_constant(rule: GroupRule) -> Rule:
+    """The facts of a rule, as a kernel constant."""
+    return Rule(
+        group=rule.group,
+        element=rule.element.name,
+        scale=rule.scale.name,
+        qmax=fp32_bits(rule.qmax),
+        floor=fp32_bits(rule.floor),
+        amax_factor=fp32_bits(rule.amax_factor),
+        largest_scale=fp32_bits(rule.scale.max_value),
+        infinite_code=rule.infinite_code,
+    )
 
 
 def encode_scale(amax: torch.Tensor, rule: str | GroupRule) -> torch.Tensor:
@@ -217,7 +172,7 @@ def encode_scale(amax: torch.Tensor, rule: str | GroupRule) -> torch.Tensor:
                 amax.contiguous().view(torch.int32),
                 codes,
                 amax.numel(),
-                **scale_constants(chosen),
+                RULE=rule_constant(chosen),
                 BLOCK=1024,
                 num_warps=4,
                 enable_fp_fusion=False,
@@ -249,8 +204,7 @@ def quantize(
                 codes,
                 scale_codes,
                 groups,
-                GROUP=chosen.group,
-                **rule_constants(chosen),
+                RULE=rule_constant(chosen),
                 NATIVE=native,
                 ROWS=rows,
                 num_warps=launch.num_warps or 4,
@@ -272,7 +226,9 @@ def dequantize(
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
             given = getattr(tensor, "dtype", type(tensor).__name__)
             raise ArgumentError(name, given, "uint8", "3.5")
-    scaled = (*scale_codes.shape[:-1], scale_codes.shape[-1] * chosen.group) if scale_codes.dim() else ()
+    scaled = (
+        (*scale_codes.shape[:-1], scale_codes.shape[-1] * chosen.group) if scale_codes.dim() else ()
+    )
     if codes.dim() == 0 or codes.shape != scaled:
         given = f"shapes {list(codes.shape)} and {list(scale_codes.shape)}"
         allowed = f"codes of shape scale_codes.shape with the last axis times {chosen.group}"
@@ -288,9 +244,7 @@ def dequantize(
                 scale_codes.contiguous(),
                 x.view(torch.int32),
                 groups,
-                GROUP=chosen.group,
-                ELEMENT=chosen.element.name,
-                SCALE=chosen.scale.name,
+                RULE=rule_constant(chosen),
                 NATIVE=native,
                 ROWS=rows,
                 num_warps=launch.num_warps or 4,

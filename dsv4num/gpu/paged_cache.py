@@ -1,29 +1,24 @@
 """Insert into and gather from a paged K cache, on the GPU. SPEC clauses 5.1 and 5.2.
 
-One program handles `ROWS` rows as a tile [ROWS * groups, GROUP]. Every address is a 64-bit count of
-bytes, and a cache is read and written in bytes only, so that neither its base nor its page stride
-needs an alignment; where they have one, the compiler widens the accesses.
+One program handles `ROWS` rows as one tile with a line per group.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from dsv4num.arguments import Array, Cache, check_gather, check_insert
-from dsv4num.errors import ArgumentError, UnsupportedError, ValueRangeError
-from dsv4num.formats import FP32, Field, Layout
+from dsv4num.errors import ArgumentError, ValueRangeError
+from dsv4num.formats import Layout
 from dsv4num.gpu._target import Launch, interpreted, use_native
-from dsv4num.gpu.group import quantize_groups, rule_constants
+from dsv4num.gpu._record import page_and_row, record_constant, store_groups, store_pad
 from dsv4num.gpu.scalar import (
     bits_of,
     decode_bits,
     device_of,
     float_of,
-    pack_codes,
     round_bf16_bits,
     unpack_codes,
 )
@@ -40,33 +35,12 @@ def _insert_kernel(
     k_stride,
     page_stride,
     num_slots,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    CODED: tl.constexpr,
-    CODES_AT: tl.constexpr,
-    CODES_STEP: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    SCALES_STEP: tl.constexpr,
-    RAW_AT: tl.constexpr,
-    RAW_STEP: tl.constexpr,
-    RAW: tl.constexpr,
-    PAD_AT: tl.constexpr,
-    PAD_STEP: tl.constexpr,
-    PAD: tl.constexpr,
-    PAD_VALUE: tl.constexpr,
-    FP32_SCALE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    QMAX_BITS: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    FACTOR_BITS: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-    INFINITE_CODE: tl.constexpr,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = HEAD_DIM // GROUP
+    GROUPS: tl.constexpr = RECORD.head_dim // RULE.group
     first = tl.program_id(0).to(tl.int64) * ROWS
 
     # One line per group: which token, which group of its row, and where its record is.
@@ -75,67 +49,49 @@ def _insert_kernel(
     group = line % GROUPS
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < num_slots)
-    slot = tl.where(kept, slot, 0)
-    page = slot // BLOCK_SIZE * page_stride
-    row = slot % BLOCK_SIZE
-    coded = kept & (group < CODED // GROUP)
-
-    dims = tl.arange(0, GROUP)
-    source = token[:, None] * k_stride + (group * GROUP)[:, None] + dims[None, :]
+    page, row = page_and_row(slot, kept, page_stride, RECORD)
+    coded = kept & (group < RECORD.coded // RULE.group)
+    dims = tl.arange(0, RULE.group)
+    source = token[:, None] * k_stride + (group * RULE.group)[:, None] + dims[None, :]
     halves = tl.load(k_ptr + source, mask=coded[:, None], other=0)
     bits = halves.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    codes, scale_codes = quantize_groups(
-        bits,
-        ELEMENT,
-        SCALE,
-        QMAX_BITS,
-        FLOOR_BITS,
-        FACTOR_BITS,
-        LIMIT_BITS,
-        INFINITE_CODE,
-        NATIVE,
-    )
-    if ELEMENT == "e2m1":
-        stored = pack_codes(codes)
-        BYTES: tl.constexpr = GROUP // 2
-    else:
-        stored = codes.to(tl.uint8)
-        BYTES: tl.constexpr = GROUP
-    at = page + CODES_AT + row * CODES_STEP + group * BYTES
-    tl.store(
-        cache_ptr + at[:, None] + tl.arange(0, BYTES)[None, :], stored, mask=coded[:, None]
-    )
+    store_groups(cache_ptr, bits, page, row, group, coded, RECORD, RULE, NATIVE)
 
-    at = page + SCALES_AT + row * SCALES_STEP
-    if FP32_SCALE:
-        # 2**e has the code as its exponent field; code 255 gives infinity.
-        byte = tl.arange(0, 4)
-        words = (scale_codes << 23)[:, None] >> (8 * byte)[None, :]
-        tl.store(
-            cache_ptr + (at + 4 * group)[:, None] + byte[None, :],
-            (words & 0xFF).to(tl.uint8),
-            mask=coded[:, None],
-        )
-    else:
-        tl.store(cache_ptr + at + group, scale_codes.to(tl.uint8), mask=coded)
-
-    if RAW + PAD > 0:
+    if RECORD.raw + RECORD.pad > 0:
         token = first + tl.arange(0, ROWS)
         slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
         kept = (slot >= 0) & (slot < num_slots)
-        slot = tl.where(kept, slot, 0)
-        page = slot // BLOCK_SIZE * page_stride
-        row = slot % BLOCK_SIZE
-        if RAW > 0:
-            byte = tl.arange(0, 2 * RAW)
-            source = (token * k_stride + CODED)[:, None] * 2 + byte[None, :]
+        page, row = page_and_row(slot, kept, page_stride, RECORD)
+        if RECORD.raw > 0:
+            byte = tl.arange(0, 2 * RECORD.raw)
+            source = (token * k_stride + RECORD.coded)[:, None] * 2 + byte[None, :]
             k_bytes = k_ptr.to(tl.pointer_type(tl.uint8))
             raw = tl.load(k_bytes + source, mask=kept[:, None], other=0)
-            at = page + RAW_AT + row * RAW_STEP
+            at = page + RECORD.raw_at + row * RECORD.raw_step
             tl.store(cache_ptr + at[:, None] + byte[None, :], raw, mask=kept[:, None])
-        for index in tl.static_range(PAD):
-            at = page + (PAD_AT + index) + row * PAD_STEP
-            tl.store(cache_ptr + at, tl.full((ROWS,), PAD_VALUE, tl.uint8), mask=kept)
+        store_pad(cache_ptr, page, row, kept, RECORD)
+
+
+@triton.jit
+def _find_rows(
+    index,
+    length,
+    seq_len,
+    wanted,
+    table_ptr,
+    table_width,
+    page_stride,
+    num_blocks,
+    RECORD: tl.constexpr,
+):
+    """For rows of a request's gather: whether each exists, its page's first byte, its row there."""
+    position = seq_len - wanted + index
+    column = position // RECORD.block_size
+    inside = (index < length) & (position >= 0) & (column < table_width)
+    page = tl.load(table_ptr + column, mask=inside, other=-1).to(tl.int64)
+    inside &= (page >= 0) & (page < num_blocks)
+    row = tl.where(inside, position % RECORD.block_size, 0)
+    return inside, tl.where(inside, page, 0) * page_stride, row
 
 
 @triton.jit
@@ -154,24 +110,12 @@ def _gather_kernel(
     room,
     offset,
     requests,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    CODED: tl.constexpr,
-    CODES_AT: tl.constexpr,
-    CODES_STEP: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    SCALES_STEP: tl.constexpr,
-    RAW_AT: tl.constexpr,
-    RAW_STEP: tl.constexpr,
-    RAW: tl.constexpr,
-    FP32_SCALE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = HEAD_DIM // GROUP
+    GROUPS: tl.constexpr = RECORD.head_dim // RULE.group
     first = tl.program_id(0).to(tl.int64) * ROWS
     request = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     if request >= requests:
@@ -182,33 +126,25 @@ def _gather_kernel(
     if first >= length:
         return
     out_row = request * out_request_stride + offset * out_row_stride
+    table_ptr += request * table_stride
 
     line = tl.arange(0, ROWS * GROUPS)
     index = first + line // GROUPS
     group = line % GROUPS
-    position = seq_len - wanted + index
-    inside = (index < length) & (position >= 0)
-    column = position // BLOCK_SIZE
-    inside &= column < table_width
-    page = tl.load(table_ptr + request * table_stride + column, mask=inside, other=-1).to(tl.int64)
-    inside &= (page >= 0) & (page < num_blocks)
-    base = tl.where(inside, page, 0) * page_stride
-    row = tl.where(inside, position % BLOCK_SIZE, 0)
-    coded = inside & (group < CODED // GROUP)
-
-    if ELEMENT == "e2m1":
-        BYTES: tl.constexpr = GROUP // 2
-    else:
-        BYTES: tl.constexpr = GROUP
-    at = base + CODES_AT + row * CODES_STEP + group * BYTES
-    stored = tl.load(
-        cache_ptr + at[:, None] + tl.arange(0, BYTES)[None, :], mask=coded[:, None], other=0
+    inside, page, row = _find_rows(
+        index, length, seq_len, wanted, table_ptr, table_width, page_stride, num_blocks, RECORD
     )
-    codes = unpack_codes(stored) if ELEMENT == "e2m1" else stored
-    values = float_of(decode_bits(codes, ELEMENT, NATIVE))
+    coded = inside & (group < RECORD.coded // RULE.group)
+    NBYTES: tl.constexpr = RULE.group // 2 if RULE.element == "e2m1" else RULE.group
+    at = page + RECORD.codes_at + row * RECORD.codes_step + group * NBYTES
+    stored = tl.load(
+        cache_ptr + at[:, None] + tl.arange(0, NBYTES)[None, :], mask=coded[:, None], other=0
+    )
+    codes = unpack_codes(stored) if RULE.element == "e2m1" else stored
+    values = float_of(decode_bits(codes, RULE.element, NATIVE))
 
-    at = base + SCALES_AT + row * SCALES_STEP
-    if FP32_SCALE:
+    at = page + RECORD.scales_at + row * RECORD.scales_step
+    if RECORD.fp32_scale:
         byte = tl.arange(0, 4)
         words = tl.load(
             cache_ptr + (at + 4 * group)[:, None] + byte[None, :], mask=coded[:, None], other=0
@@ -216,29 +152,23 @@ def _gather_kernel(
         scale_bits = tl.sum(words.to(tl.uint32) << (8 * byte)[None, :], axis=1).to(tl.uint32)
     else:
         scale_codes = tl.load(cache_ptr + at + group, mask=coded, other=0)
-        scale_bits = decode_bits(scale_codes, SCALE, False)
+        scale_bits = decode_bits(scale_codes, RULE.scale, False)
     bits = bits_of(values * float_of(scale_bits)[:, None])
     halves = round_bf16_bits(bits, NATIVE).to(tl.int16, bitcast=True)
-    target = out_row + index * out_row_stride + group * GROUP
+    target = out_row + index * out_row_stride + group * RULE.group
     tl.store(
-        out_ptr + target[:, None] + tl.arange(0, GROUP)[None, :], halves, mask=coded[:, None]
+        out_ptr + target[:, None] + tl.arange(0, RULE.group)[None, :], halves, mask=coded[:, None]
     )
 
-    if RAW > 0:
+    if RECORD.raw > 0:
         index = first + tl.arange(0, ROWS)
-        position = seq_len - wanted + index
-        inside = (index < length) & (position >= 0)
-        column = position // BLOCK_SIZE
-        inside &= column < table_width
-        page = tl.load(table_ptr + request * table_stride + column, mask=inside, other=-1)
-        page = page.to(tl.int64)
-        inside &= (page >= 0) & (page < num_blocks)
-        base = tl.where(inside, page, 0) * page_stride
-        row = tl.where(inside, position % BLOCK_SIZE, 0)
-        byte = tl.arange(0, 2 * RAW)
-        at = base + RAW_AT + row * RAW_STEP
+        inside, page, row = _find_rows(
+            index, length, seq_len, wanted, table_ptr, table_width, page_stride, num_blocks, RECORD
+        )
+        byte = tl.arange(0, 2 * RECORD.raw)
+        at = page + RECORD.raw_at + row * RECORD.raw_step
         raw = tl.load(cache_ptr + at[:, None] + byte[None, :], mask=inside[:, None], other=0)
-        target = (out_row + index * out_row_stride + CODED) * 2
+        target = (out_row + index * out_row_stride + RECORD.coded) * 2
         out_bytes = out_ptr.to(tl.pointer_type(tl.uint8))
         tl.store(out_bytes + target[:, None] + byte[None, :], raw, mask=inside[:, None])
 
@@ -265,7 +195,7 @@ def quantize_and_insert_k_cache(
         block_size,
         layout,
     )
-    constants = _field_constants(cache)
+    record, rule = record_constant(cache)
     native = use_native(launch, k.device)
     if validate:
         _validate_slots(slot_mapping, cache)
@@ -282,7 +212,8 @@ def quantize_and_insert_k_cache(
             k.stride(0),
             cache.page_stride,
             cache.num_slots,
-            **constants,
+            RECORD=record,
+            RULE=rule,
             NATIVE=native,
             ROWS=rows,
             num_warps=launch.num_warps or 4,
@@ -319,7 +250,7 @@ def dequantize_and_gather_k_cache(
         offset,
         layout,
     )
-    constants = _field_constants(cache)
+    record, rule = record_constant(cache)
     native = use_native(launch, out.device)
     lengths = seq_lens if gather_lens is None else gather_lens
     if validate:
@@ -330,7 +261,6 @@ def dequantize_and_gather_k_cache(
     rows = launch.rows or _rows_per_program(cache.layout)
     # A grid has at most 65,535 programs along its second and third axes.
     grid = (triton.cdiv(room, rows), min(requests, 65535), triton.cdiv(requests, 65535))
-    unused = ("PAD", "QMAX", "FLOOR", "FACTOR", "LIMIT", "INFINITE")
     with device_of(out):
         _gather_kernel[grid](
             out.view(torch.int16),
@@ -347,7 +277,8 @@ def dequantize_and_gather_k_cache(
             room,
             offset,
             requests,
-            **{name: value for name, value in constants.items() if not name.startswith(unused)},
+            RECORD=record,
+            RULE=rule,
             NATIVE=native,
             ROWS=rows,
             num_warps=launch.num_warps or 4,
@@ -371,44 +302,6 @@ def _rows_per_program(layout: Layout) -> int:
     """Rows per program: 2,048 values on a GPU; the interpreter pays per program, so more there."""
     values = 65536 if interpreted() else 2048
     return max(1, values // layout.head_dim)
-
-
-def _place(cache: Cache, field: Field | None) -> tuple[int, int]:
-    """A field's first byte in a page, and the bytes from one row of it to the next."""
-    for plane, candidate in cache.layout.fields():
-        if candidate is field:
-            start = cache.layout.plane_offset(plane, cache.block_size)
-            return start + candidate.offset, cache.layout.planes[plane].row_bytes
-    return 0, 0
-
-
-def _field_constants(cache: Cache) -> dict[str, Any]:
-    """Where the fields of a record are and how they are coded, as kernel constants.
-
-    Raises:
-        UnsupportedError: the kernels do not know this shape of record: one quantized field that
-            starts at dimension 0, its scales, at most one raw field after it, and padding.
-    """
-    layout = cache.layout
-    codes, scale, raw, pad = (layout.field(kind) for kind in ("codes", "scale", "raw", "pad"))
-    kinds = [field.kind for _, field in layout.fields()]
-    known = codes is not None and scale is not None and len(kinds) == len(set(kinds))
-    if not known or codes is None or scale is None or codes.rule is None or codes.dims[0] != 0:
-        raise UnsupportedError(f"layout {layout.name}: the kernels know one quantized field")
-    values = {
-        "BLOCK_SIZE": cache.block_size,
-        "HEAD_DIM": layout.head_dim,
-        "GROUP": codes.rule.group,
-        "CODED": codes.dims[1],
-        "RAW": raw.dims[1] - raw.dims[0] if raw else 0,
-        "PAD": pad.nbytes if pad else 0,
-        "PAD_VALUE": pad.pad_value if pad else 0,
-        "FP32_SCALE": scale.format is FP32,
-        **rule_constants(codes.rule),
-    }
-    for name, field in (("CODES", codes), ("SCALES", scale), ("RAW", raw), ("PAD", pad)):
-        values[f"{name}_AT"], values[f"{name}_STEP"] = _place(cache, field)
-    return values
 
 
 def _validate_slots(slots: torch.Tensor, cache: Cache) -> None:
@@ -436,6 +329,13 @@ def _validate_gather(
 ) -> None:
     """Raises the reference's error for a length, position or page out of range (clause 6.2)."""
     host = torch.stack((seq_lens.long(), lengths.long())).cpu().tolist()
+    name = "seq_lens" if lengths is seq_lens else "gather_lens"
+    room = max(out_rows - offset, 0)
+    for request, length in enumerate(host[1]):
+        if length > room:
+            given = f"{length} rows for request {request}"
+            allowed = f"at most {room}: out has {out_rows} rows and offset is {offset}"
+            raise ValueRangeError(name, given, allowed)
     for request, (seq_len, length) in enumerate(zip(*host, strict=True)):
         if seq_len < 0:
             raise ValueRangeError("seq_lens", f"{seq_len} for request {request}", "0 or more")
@@ -453,8 +353,3 @@ def _validate_gather(
         if wrong.numel():
             given = f"page {int(wrong[0])} of request {request}"
             raise ValueRangeError("block_table", given, f"0..{cache.num_blocks - 1}")
-    for request, length in enumerate(host[1]):
-        if length > out_rows - offset:
-            given = f"{length} rows for request {request}"
-            allowed = f"at most {out_rows - offset}: out has {out_rows} rows and offset is {offset}"
-            raise ValueRangeError("gather_lens", given, allowed)

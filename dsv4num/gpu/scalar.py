@@ -203,7 +203,9 @@ def unpack_codes(packed):
 
 
 @triton.jit
-def _encode_kernel(x_ptr, codes_ptr, n, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _encode_kernel(
+    x_ptr, codes_ptr, n, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x_ptr + at, mask=at < n, other=0)
     if bits.dtype == tl.int16:
@@ -216,7 +218,9 @@ def _encode_kernel(x_ptr, codes_ptr, n, FORMAT: tl.constexpr, NATIVE: tl.constex
 
 
 @triton.jit
-def _decode_kernel(codes_ptr, x_ptr, n, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _decode_kernel(
+    codes_ptr, x_ptr, n, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     codes = tl.load(codes_ptr + at, mask=at < n, other=0)
     if FORMAT == "bf16":
@@ -257,13 +261,17 @@ def encode(x: torch.Tensor, fmt: str | FloatFormat, *, launch: Launch = Launch()
         raise ArgumentError("x", given, "float32 or bfloat16", "2")
     native = use_native(launch, x.device)
     bits = x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-    codes = torch.empty(x.shape, dtype=torch.int16 if chosen is BF16 else torch.uint8, device=x.device)
+    codes = torch.empty(
+        x.shape, dtype=torch.int16 if chosen is BF16 else torch.uint8, device=x.device
+    )
     if x.numel():
         _launch(_encode_kernel, bits, codes, FORMAT=chosen.name, NATIVE=native)
     return codes
 
 
-def decode(codes: torch.Tensor, fmt: str | FloatFormat, *, launch: Launch = Launch()) -> torch.Tensor:
+def decode(
+    codes: torch.Tensor, fmt: str | FloatFormat, *, launch: Launch = Launch()
+) -> torch.Tensor:
     """See `dsv4num.reference.decode`: the same values, from a uint8 tensor (bf16: int16).
 
     E2M1 codes of 16 or more are not refused, since that would need a look at the device: their low
@@ -277,7 +285,13 @@ def decode(codes: torch.Tensor, fmt: str | FloatFormat, *, launch: Launch = Laun
     native = use_native(launch, codes.device)
     x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if codes.numel():
-        _launch(_decode_kernel, codes.contiguous(), x.view(torch.int32), FORMAT=chosen.name, NATIVE=native)
+        _launch(
+            _decode_kernel,
+            codes.contiguous(),
+            x.view(torch.int32),
+            FORMAT=chosen.name,
+            NATIVE=native,
+        )
     return x
 
 
@@ -289,7 +303,9 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     if codes.dim() == 0 or codes.shape[-1] % 2:
         raise ArgumentError("codes", f"shape {list(codes.shape)}", "an even last axis", "2.6")
     use_native(Launch(), codes.device)
-    packed = torch.empty((*codes.shape[:-1], codes.shape[-1] // 2), dtype=torch.uint8, device=codes.device)
+    packed = torch.empty(
+        (*codes.shape[:-1], codes.shape[-1] // 2), dtype=torch.uint8, device=codes.device
+    )
     if packed.numel():
         _launch(_pack_kernel, codes.contiguous(), packed, count=packed.numel())
     return packed
@@ -301,13 +317,17 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
         given = getattr(packed, "dtype", type(packed).__name__)
         raise ArgumentError("packed", given, "uint8 with at least one axis", "2.6")
     use_native(Launch(), packed.device)
-    codes = torch.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.uint8, device=packed.device)
+    codes = torch.empty(
+        (*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.uint8, device=packed.device
+    )
     if packed.numel():
         _launch(_unpack_kernel, packed.contiguous(), codes)
     return codes
 
 
-def _launch(kernel, source: torch.Tensor, target: torch.Tensor, count: int | None = None, **constants) -> None:
+def _launch(
+    kernel, source: torch.Tensor, target: torch.Tensor, count: int | None = None, **constants
+) -> None:
     """Launches an elementwise kernel over `count` elements, those of `source` if not given."""
     n = source.numel() if count is None else count
     block = 65536 if interpreted() else _BLOCK  # the interpreter pays per program

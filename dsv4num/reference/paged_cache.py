@@ -63,7 +63,7 @@ def quantize_and_insert_k_cache(
     """
     described = describe("k", k), describe("k_cache", k_cache), describe("slot_mapping", slot_mapping)
     cache = check_insert(*described, block_size, layout)
-    kept = checked_slots(slot_mapping, cache, None, unique=True)
+    kept = checked_slots("slot_mapping", slot_mapping, cache, unique=True)
     tokens = np.flatnonzero(kept)
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
@@ -124,17 +124,17 @@ def dequantize_and_gather_k_cache(
         offset,
         layout,
     )
-    lengths = seq_lens if gather_lens is None else gather_lens
+    name, lengths = ("seq_lens", seq_lens) if gather_lens is None else ("gather_lens", gather_lens)
+    room = max(out.shape[1] - offset, 0)
+    for request, length in enumerate(lengths):
+        if length > room:
+            given = f"{length} rows for request {request}"
+            allowed = f"at most {room}: out has {out.shape[1]} rows and offset is {offset}"
+            raise ValueRangeError(name, given, allowed)
     plan = [
         _slots_of_request(request, int(seq_lens[request]), int(length), block_table, cache)
         for request, length in enumerate(lengths)
     ]
-    room = out.shape[1] - offset
-    for request, slots in enumerate(plan):
-        if len(slots) > room:
-            given = f"{len(slots)} rows for request {request}"
-            allowed = f"at most {room}: out has {out.shape[1]} rows and offset is {offset}"
-            raise ValueRangeError("gather_lens", given, allowed)
     for request, slots in enumerate(plan):
         for start in range(0, len(slots), CHUNK):
             part = slots[start : start + CHUNK]
@@ -152,12 +152,12 @@ def _slots_of_request(
     if not 0 <= length <= seq_len:
         given = f"{length} for request {request}"
         raise ValueRangeError("gather_lens", given, f"0..{seq_len}, its sequence length")
+    width, last = block_table.shape[1], (seq_len - 1) // cache.block_size
+    if length and last >= width:
+        given = f"position {seq_len - 1} of request {request}, column {last}"
+        raise ValueRangeError("block_table", given, f"columns below {width}")
     positions = np.arange(seq_len - length, seq_len, dtype=np.int64)
     columns, rows = positions // cache.block_size, positions % cache.block_size
-    width = block_table.shape[1]
-    if length and columns[-1] >= width:
-        given = f"position {seq_len - 1} of request {request}, column {int(columns[-1])}"
-        raise ValueRangeError("block_table", given, f"columns below {width}")
     pages = block_table[request, columns].astype(np.int64)
     wrong = (pages < 0) | (pages >= cache.num_blocks)
     if bool(wrong.any()):

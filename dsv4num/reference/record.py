@@ -125,7 +125,9 @@ def write_records(
         ('00 00 01 02 03 04', '00 00 41 42 43 44')
     """
     cache = check_cache(describe("k_cache", k_cache), block_size, layout, written=True)
-    kept = checked_slots(slots, cache, records, unique=True)
+    kept = checked_slots("slots", slots, cache, unique=True)
+    shape = (len(slots), cache.layout.row_bytes)
+    describe("records", records).require(dtype="uint8", shape=shape, clause="4.1")
     chosen = slots[kept]
     for plane, columns in _planes(k_cache, cache):
         plane[chosen // cache.block_size, chosen % cache.block_size] = records[kept][:, columns]
@@ -159,10 +161,9 @@ def read_records(
         [126, 127, 132, 133, 134, 135]
     """
     cache = check_cache(describe("k_cache", k_cache), block_size, layout, written=False)
-    records = np.empty((len(slots), cache.layout.row_bytes), np.uint8)
-    if bool((slots < 0).any()):
+    if not bool(checked_slots("slots", slots, cache, unique=False).all()):
         raise ValueRangeError("slots", int(slots.min()), f"0..{cache.num_slots - 1}")
-    checked_slots(slots, cache, records, unique=False)
+    records = np.empty((len(slots), cache.layout.row_bytes), np.uint8)
     for plane, columns in _planes(k_cache, cache):
         records[:, columns] = plane[slots // cache.block_size, slots % cache.block_size]
     return records
@@ -181,28 +182,25 @@ def describe(name: str, array: object) -> Array:
 
 
 def checked_slots(
-    slots: NDArray[Any], cache: Cache, records: NDArray[np.uint8] | None, *, unique: bool
+    name: str, slots: NDArray[Any], cache: Cache, *, unique: bool
 ) -> NDArray[np.bool_]:
     """Which slots are to be used (clause 6.2).
 
     Raises:
-        ArgumentError: `slots` and `records` do not fit each other.
+        ArgumentError: dtype or rank.
         ValueRangeError: a slot beyond the cache, or, with `unique`, given twice.
     """
-    described = describe("slot_mapping", slots)
+    described = describe(name, slots)
     described.require(dtype=("int32", "int64"), shape=("tokens",), clause="4.3")
-    if records is not None:
-        shape = (len(slots), cache.layout.row_bytes)
-        describe("records", records).require(dtype="uint8", shape=shape, clause="4.1")
     if slots.size and slots.max() >= cache.num_slots:
         allowed = f"below {cache.num_slots} ({cache.num_blocks} pages of {cache.block_size} rows)"
-        raise ValueRangeError("slot_mapping", int(slots.max()), allowed)
+        raise ValueRangeError(name, int(slots.max()), allowed)
     kept: NDArray[np.bool_] = slots >= 0
     if unique:
         values, counts = np.unique(slots[kept], return_counts=True)
         if bool((counts > 1).any()):
             given = f"slot {int(values[counts > 1][0])} more than once"
-            raise ValueRangeError("slot_mapping", given, "each slot once")
+            raise ValueRangeError(name, given, "each slot once")
     return kept
 
 
@@ -245,8 +243,7 @@ def _encode_chunk(rows: NDArray[Any], records: NDArray[np.uint8], layout: Layout
         if field.kind == "pad":
             records[:, where] = field.pad_value
         elif field.kind == "raw":
-            codes = _bf16_bits(values)
-            records[:, where] = codes.astype("<u2").view(np.uint8)
+            records[:, where] = _bf16_bits(values).astype("<u2").view(np.uint8)
         elif field.kind == "codes":
             assert field.rule is not None
             codes, scale_codes = quantize(values, field.rule)

@@ -55,7 +55,8 @@ def encode(x: NDArray[Any], fmt: str | FloatFormat) -> NDArray[Any]:
         return _round_to_bf16(bits)
     sticky = (bits & np.uint32(0xFFFF)) != 0
     narrowed = (bits >> np.uint32(16)).astype(np.uint16) | sticky
-    return _encode_table(chosen)[narrowed]
+    codes: NDArray[np.uint8] = _encode_table(chosen)[narrowed]
+    return codes
 
 
 def decode(codes: NDArray[Any], fmt: str | FloatFormat) -> NDArray[np.float32]:
@@ -90,7 +91,8 @@ def decode(codes: NDArray[Any], fmt: str | FloatFormat) -> NDArray[np.float32]:
         return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if chosen.width < 8 and codes.size and codes.max() >= chosen.codes:
         raise ArgumentError("codes", int(codes.max()), f"0..{chosen.codes - 1}", chosen.clause)
-    return _decode_table(chosen)[codes]
+    values: NDArray[np.float32] = _decode_table(chosen)[codes]
+    return values
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -152,8 +154,8 @@ def _fp32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
         if x.dtype == ml_dtypes.bfloat16:
             halves = np.ascontiguousarray(x).view(np.uint16).reshape(x.shape)
             return halves.astype(np.uint32) << np.uint32(16)
-    given = getattr(x, "dtype", type(x).__name__)
-    raise ArgumentError("x", given, "float32 or bfloat16", "2")
+    given = x.dtype if isinstance(x, np.ndarray) else type(x)
+    raise ArgumentError("x", given, "an array of float32 or bfloat16", "2")
 
 
 def _round_to_bf16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:

@@ -57,6 +57,16 @@ def generator(seed: int, *names: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32("/".join(names).encode())])
 
 
+def int32(values: list[int]) -> NDArray[np.int32]:
+    """An int32 array."""
+    return np.array(values, np.int32)
+
+
+def int64(values: list[int]) -> NDArray[np.int64]:
+    """An int64 array."""
+    return np.array(values, np.int64)
+
+
 def place(values: Array, strides: tuple[int, ...] | None = None, shift: int = 0) -> Array:
     """A copy of `values` inside a guarded buffer, with the given strides in elements.
 
@@ -120,13 +130,14 @@ def edge_bf16(rng: np.random.Generator, shape: tuple[int, ...], group: int = 16)
     """
     rows = np.empty(shape, np.float32)
     groups = rows.reshape(-1, group)
-    qmax = rng.choice(np.float32([448, 240, 224, 6]), len(groups))
+    qmax = rng.choice(np.array([448, 240, 224, 6], np.float32), len(groups))
     exponent = rng.integers(-24, 25, len(groups))
     amax = np.ldexp(qmax, exponent).astype(BF16)
     step = rng.integers(-1, 2, len(groups)).astype(np.int16)
     amax = (amax.view(np.int16) + step).view(BF16).astype(np.float32)
-    middles = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 1.0625, 17, 0.001953125, 136, 6, 0])
-    fractions = rng.choice(middles, groups.shape) * rng.choice(np.float32([-1, 1]), groups.shape)
+    middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 1.0625, 17, 0.001953125, 136, 6, 0]
+    fractions = rng.choice(np.array(middles, np.float32), groups.shape)
+    fractions *= rng.choice(np.array([-1, 1], np.float32), groups.shape)
     groups[:] = np.ldexp(fractions, exponent[:, None])
     np.clip(groups, -amax[:, None], amax[:, None], out=groups)
     groups[np.arange(len(groups)), rng.integers(0, group, len(groups))] = amax
@@ -169,9 +180,7 @@ def insert_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
     dim = layout.head_dim
     rng = generator(seed, "insert", layout_name)
 
-    def case(
-        name: str, k: Array, slots: Array, cache: Array, block_size: int, **more: Any
-    ) -> Case:
+    def case(name: str, k: Array, slots: Array, cache: Array, block_size: int, **more: Any) -> Case:
         arguments = {"k": k, "k_cache": cache, "slot_mapping": slots, "block_size": block_size}
         return Case(name, arguments, {"layout": layout_name}, ("k_cache",), **more)
 
@@ -188,7 +197,7 @@ def insert_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
     yield plain("zeros", np.zeros((3, dim), BF16), 64)
 
     # Rows wider than needed, every second one; more rows than slots; int32; nothing aligned.
-    slots = shuffled_slots(rng, 33, 4 * 20).astype(np.int32)
+    slots: Array = shuffled_slots(rng, 33, 4 * 20).astype(np.int32)
     k = place(any_bf16(rng, (41, dim)), (2 * (dim + 24), 1))
     cache = blank_cache(layout, 4, 20, planar=True, extra=13, shift=3)
     yield case("views", k, place(slots), cache, 20, sweep=True)
@@ -199,7 +208,8 @@ def insert_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
     tame = np.where(wild < 14, wild, -1)
     cache = blank_cache(layout, 2, 7, planar=True)
     k = place(wide_bf16(rng, (len(wild), dim)))
-    yield case("slots out of range", k, place(wild), cache, 7, reference={"slot_mapping": place(tame)})
+    skip = {"slot_mapping": place(tame)}
+    yield case("slots out of range", k, place(wild), cache, 7, reference=skip)
 
     none = place(np.zeros(0, np.int64))
     cache = blank_cache(layout, 2, 64, planar=False)
@@ -279,22 +289,22 @@ def gather_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
 
     scale = 24 if level == "full" else 1
     cache = filled_cache(rng, layout, 6, 64, planar=False)
-    lens = np.int32([70 * scale, 1, 0, 64, 65])
+    lens: Array = int32([70 * scale, 1, 0, 64, 65])
     yield case("whole sequences", cache, 64, 6, lens, None, rows=70 * scale + 3)
-    tails = np.int32([7, 1, 0, 64, 33])
+    tails = int32([7, 1, 0, 64, 33])
     yield case("tails at an offset", cache, 64, 6, lens, tails, rows=72, offset=5, wide=24)
     odd = filled_cache(rng, layout, 9, 5, planar=True, extra=13, shift=3)
-    lens = np.int64([31, 12])
-    yield case("views", odd, 5, 9, lens, np.int64([31, 11]), rows=33, offset=2, wide=8, sweep=True)
+    lens = int64([31, 12])
+    yield case("views", odd, 5, 9, lens, int64([31, 11]), rows=33, offset=2, wide=8, sweep=True)
     none = np.zeros(0, np.int32)
     yield case("no requests", cache, 64, 6, none, none, rows=4)
 
     # What the reference refuses, the kernels leave untouched: pages that do not exist, lengths
     # beyond the sequence, rows beyond the output, columns beyond the table.
-    lens = np.int32([20, 12, 9, 4, 18, -5])
+    lens = int32([20, 12, 9, 4, 18, -5])
     wild = rng.integers(0, 9, (6, 4)).astype(np.int32)
     wild[0, 1], wild[0, 2], wild[1, 0] = 9, -1, np.iinfo(np.int32).max
-    ask = np.int32([20, 12, 14, -3, 18, 2])
+    ask = int32([20, 12, 14, -3, 18, 2])
     tame = np.where((wild >= 0) & (wild < 9), wild, 0)
 
     def restore(expected: dict[str, Array], untouched: dict[str, Array]) -> None:
@@ -312,29 +322,29 @@ def gather_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
         rows=20,
         table=wild,
         reference={
-            "seq_lens": place(np.int32([20, 12, 9, 4, 18, 0])),
-            "gather_lens": place(np.int32([20, 12, 9, 0, 18, 0])),
+            "seq_lens": place(int32([20, 12, 9, 4, 18, 0])),
+            "gather_lens": place(int32([20, 12, 9, 0, 18, 0])),
             "block_table": place(tame),
         },
         restore=restore,
     )
-    table = rng.integers(0, 9, (2, 2)).astype(np.int64)
+    table: Array = rng.integers(0, 9, (2, 2)).astype(np.int64)
     yield case(
         "no room and no column",
         odd,
         5,
         9,
-        np.int64([25, 25]),
-        np.int64([25, 20]),
+        int64([25, 25]),
+        int64([25, 20]),
         rows=7,
         table=table,
-        reference={"seq_lens": place(np.int64([7, 10])), "gather_lens": place(np.int64([7, 5]))},
+        reference={"seq_lens": place(int64([7, 10])), "gather_lens": place(int64([7, 5]))},
     )
 
     if level == "full":
         for block_size in (1, 2, 16, 128, 256):
             cache = filled_cache(rng, layout, 12, block_size, planar=False)
-            lens = np.int32([300, 7, 129])
+            lens = int32([300, 7, 129])
             yield case(f"block size {block_size}", cache, block_size, 12, lens, None, rows=300)
         pages = (1 << 31) // layout.page_bytes(64) + 40
         cache = blank_cache(layout, pages, 64, planar=False)
@@ -343,7 +353,7 @@ def gather_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
         write_records(records, cache, slots, 64, layout=layout)
         ends = np.concatenate([np.arange(10), np.arange(pages - 40, pages)])
         table = rng.permutation(ends).astype(np.int32)[None]
-        lens = np.int32([50 * 64])
+        lens = int32([50 * 64])
         yield case(
             "beyond 2**31 bytes", cache, 64, pages, lens, None, rows=3200, table=table, large=True
         )
@@ -366,7 +376,10 @@ def _boundaries(fmt_name: str) -> NDArray[np.float32]:
         middles = middles.astype(np.float32).view(np.uint32)
     near = middles[:, None].astype(np.int64) + np.arange(-2, 3)
     bits = np.clip(near, 0, 0x7FFFFFFF).astype(np.uint32).ravel()
-    return np.concatenate([bits, bits | np.uint32(0x80000000)]).view(np.float32)
+    both: NDArray[np.float32] = np.concatenate([bits, bits | np.uint32(0x80000000)]).view(
+        np.float32
+    )
+    return both
 
 
 def encode_cases(fmt_name: str, level: Level, seed: int) -> Iterator[Case]:
@@ -415,7 +428,8 @@ def _octave_borders(rule: GroupRule) -> NDArray[np.float32]:
     with np.errstate(over="ignore", under="ignore"):
         bits = borders.astype(np.float32).view(np.uint32).astype(np.int64)
     near = np.clip(bits[:, None] + np.arange(-2, 3), 0, 0x7F800000)
-    return near.astype(np.uint32).ravel().view(np.float32)
+    amax: NDArray[np.float32] = near.astype(np.uint32).ravel().view(np.float32)
+    return amax
 
 
 def encode_scale_cases(rule_name: str, level: Level, seed: int) -> Iterator[Case]:
@@ -454,5 +468,7 @@ def dequantize_cases(rule_name: str, level: Level, seed: int) -> Iterator[Case]:
     codes = np.arange(rule.element.codes, dtype=np.uint32).astype(np.uint8)
     codes = np.resize(codes, max(len(codes), rule.group))
     rows = np.tile(codes, (256, 1))
-    scales = np.repeat(np.arange(256, dtype=np.uint32).astype(np.uint8)[:, None], len(codes) // rule.group, 1)
-    yield Case("every pair", {"codes": place(rows), "scale_codes": place(scales), "rule": rule_name})
+    every = np.arange(256, dtype=np.uint32).astype(np.uint8)
+    scales = np.repeat(every[:, None], len(codes) // rule.group, axis=1)
+    arguments = {"codes": place(rows), "scale_codes": place(scales), "rule": rule_name}
+    yield Case("every pair", arguments)

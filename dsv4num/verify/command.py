@@ -16,7 +16,9 @@ from dsv4num.errors import ArgumentError, UnsupportedError
 def add_verify(subparsers: Any) -> None:
     """Adds the `verify` command to a command line."""
     parser = subparsers.add_parser("verify", help="hold the kernels to the oracle, byte for byte")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda if there is a GPU, else cpu")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="cuda if there is a GPU, else cpu"
+    )
     parser.add_argument("--level", choices=("quick", "full"), default="quick")
     parser.add_argument("--op", action="append", default=[], help="operation (may be repeated)")
     parser.add_argument("--layout", action="append", default=[], help="layout (may be repeated)")
@@ -70,8 +72,11 @@ def verify(arguments: argparse.Namespace) -> int:
         console.print("no GPU: the portable path runs in Triton's interpreter", style="yellow")
     began = time.perf_counter()
     bar = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-        console=console, transient=True,
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
     )
     total = len(list(selected(options)))
     with bar:
@@ -84,7 +89,9 @@ def verify(arguments: argparse.Namespace) -> int:
         for lines in row.failures[:3]:
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         if len(row.failures) > 3:
-            console.print(f"... and {len(row.failures) - 3} more runs of {row.operation} {row.variant}")
+            console.print(
+                f"... and {len(row.failures) - 3} more runs of {row.operation} {row.variant}"
+            )
     ran = sum(row.runs for row in rows)
     verdict = f"{ran:,} runs, {whole['bytes']:,} bytes compared, {whole['mismatches']:,} mismatches"
     console.print(f"{verdict}, {seconds:.0f} s", style="red" if whole["mismatches"] else "green")
@@ -112,7 +119,9 @@ def _choose_device(asked: str | None) -> str:
     try:
         import torch
     except ImportError:
-        raise UnsupportedError("verify needs torch and triton: pip install 'dsv4num[gpu]'") from None
+        raise UnsupportedError(
+            "verify needs torch and triton: pip install 'dsv4num[gpu]'"
+        ) from None
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no GPU here")

@@ -32,10 +32,12 @@ def explain_mismatch(
     """What differs in one output: a count, the places of the first codes, a likely reason.
 
     Args:
-        operation, case: what ran.
+        operation: what ran.
+        case: on what.
         output: name of the output.
         start: the byte of the buffer where the output starts.
-        expected, observed: the whole buffers.
+        expected: the whole buffer after the oracle.
+        observed: the whole buffer after the kernel.
         fill: the poison that the output held before, if any.
     """
     where = differing_bytes(expected, observed)
@@ -72,7 +74,7 @@ def _code(stored: NDArray[np.uint8], fmt: FloatFormat | None) -> str:
     if fmt.width == 16:
         return f"{text} = {float(stored.view('<u2').view(ml_dtypes.bfloat16)[0]):.9g}"
     if fmt.width == 4:
-        low, high = decode(np.uint8([stored[0] & 15, stored[0] >> 4]), fmt)
+        low, high = decode(np.array([stored[0] & 15, stored[0] >> 4], np.uint8), fmt)
         return f"{text} = ({low:g}, {high:g})"
     return f"{text} = {decode(stored, fmt)[0]:.9g}"
 
@@ -94,8 +96,8 @@ def _reason(
     if kinds == {"pad"}:
         return "padding not written with its pad value"
     if kinds == {"scale"}:
-        steps = set((got - want).tolist())
-        one = f", always by {steps.pop():+d}" if len(steps) == 1 else ""
+        shifts = set((got - want).tolist())
+        one = f", always by {shifts.pop():+d}" if len(shifts) == 1 else ""
         return f"the scale is chosen differently{one}, and the elements do not follow it"
     if "scale" in kinds:
         return "the scale is chosen differently, and the elements follow it"

@@ -1,14 +1,12 @@
-"""The registry: which operations there are, over which formats, rules or layouts, and where an
-output byte belongs."""
+"""The registry: operations, what they are verified over, and where an output byte belongs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from dsv4num.arguments import check_cache
-from dsv4num.formats import LAYOUTS, RULES, SCALARS, FloatFormat, get_layout, get_scalar
+from dsv4num.formats import LAYOUTS, RULES, SCALARS, FloatFormat, get_scalar
 from dsv4num.reference.record import describe
 from dsv4num.verify import cases
 from dsv4num.verify.cases import Case, Level
@@ -25,7 +23,6 @@ class Place:
         format: the format of the code that holds the byte, if it has one.
         first: the byte of the buffer where that code starts.
         nbytes: the bytes of that code.
-        nibble: for two codes in one byte.
     """
 
     text: str
@@ -143,9 +140,3 @@ OPERATIONS = {
         ),
     )
 }
-
-
-def layout_of_case(case: Case) -> Any:
-    """The layout that a case names, or None."""
-    name = case.keywords.get("layout")
-    return get_layout(name) if name else None

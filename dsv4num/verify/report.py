@@ -61,7 +61,9 @@ def _driver() -> str:
     return answer.stdout.splitlines()[0].strip()
 
 
-def as_json(options: Options, rows: list[Row], found: dict[str, str], seconds: float) -> dict[str, Any]:
+def as_json(
+    options: Options, rows: list[Row], found: dict[str, str], seconds: float
+) -> dict[str, Any]:
     """The whole run as JSON."""
     return {
         "environment": found,
@@ -99,7 +101,10 @@ def write_record(folder: Path, report: dict[str, Any]) -> Path:
         "mismatches": report["mismatches"],
         "sources": source_hashes(),
         "ran": [
-            {key: row[key] for key in ("operation", "variant", "path", "cases", "runs", "bytes", "mismatches")}
+            {
+                key: row[key]
+                for key in ("operation", "variant", "path", "cases", "runs", "bytes", "mismatches")
+            }
             for row in report["rows"]
         ],
     }

@@ -6,7 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import dsv4num.gpu
 import dsv4num.reference
 from dsv4num.gpu import Launch
-from dsv4num.gpu._target import target_of
+from dsv4num.gpu._target import Path, target_of
 from dsv4num.verify.cases import Array, Case, Level, flat, rebase, start_of
 from dsv4num.verify.compare import differing_bytes, explain_mismatch
 from dsv4num.verify.operations import OPERATIONS, Operation
@@ -71,7 +71,7 @@ class Row:
     failures: list[list[str]] = field(default_factory=list)
 
 
-def paths_of(device: str) -> tuple[str, ...]:
+def paths_of(device: str) -> tuple[Path, ...]:
     """The paths that the device can take."""
     return ("native", "portable") if target_of(torch.device(device)).native else ("portable",)
 
@@ -118,7 +118,7 @@ def run_pair(options: Options, name: str, variant: str) -> list[Row]:
 
 
 def run_case(
-    operation: Operation, variant: str, case: Case, options: Options, rows: dict[str, Row]
+    operation: Operation, variant: str, case: Case, options: Options, rows: dict[Path, Row]
 ) -> None:
     """Runs one case on every path, under every launch and fill."""
     for fill in FILLS if case.outputs else FILLS[:1]:
@@ -126,17 +126,17 @@ def run_case(
         for path, row in rows.items():
             began = time.perf_counter()
             row.cases += fill == FILLS[0]
-            for launch in (Launch(path=path), *_sweep(operation, case, path)):
+            for launch in (Launch(path=path), *_sweep(case, path)):
                 observed = _run_device(operation, case, fill, options.device, launch)
                 row.runs += 1
                 _compare(operation, variant, case, options, launch, fill, expected, observed, row)
             row.seconds += time.perf_counter() - began
 
 
-def _sweep(operation: Operation, case: Case, path: str) -> list[Launch]:
+def _sweep(case: Case, path: Path) -> list[Launch]:
     if not case.sweep:
         return []
-    return [Launch(path, launch.rows, launch.num_warps) for launch in SWEEP]  # type: ignore[arg-type]
+    return [replace(launch, path=path) for launch in SWEEP]
 
 
 @dataclass
