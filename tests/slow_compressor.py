@@ -233,7 +233,9 @@ def rope_insert(
         store(bf16(row) if round_trip else row, cache, page_stride, slot, block_size, layout)
 
 
-def latent_of_pair(older: Sequence[int], newer: Sequence[int], weight: Row, eps: Number) -> list[int]:
+def latent_of_pair(
+    older: Sequence[int], newer: Sequence[int], weight: Row, eps: Number
+) -> list[int]:
     """bf16 patterns of the latent of two rows of fp32 patterns, kv then scores (clause 5.10)."""
     dim = len(newer) // 2
     rows = [[from_bits(b) for b in row] for row in (older, newer)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -295,6 +296,47 @@ def test_recorded_mixed(mode: str) -> None:
     got, lens = mixed_call(a)
     assert np.array_equal(got, a["sparse_indices"]) and np.array_equal(lens, a["sparse_topk_lens"])
     assert check("mixed", a) == 0
+
+
+# --- the examples of SPEC.md -----------------------------------------------------------
+
+SPEC = (Path(__file__).parent.parent / "SPEC.md").read_text(encoding="utf-8")
+EXAMPLES = [
+    (name, int(pos or 0), [int(i) for i in local.split()], want.split(), int(length))
+    for name, body in re.findall(r"```indices (\w+)\n(.*?)```", SPEC, re.DOTALL)
+    for pos, local, want, length in re.findall(
+        r"^(?:(\d+) )?\[([^]]*)\] -> \[([^]]*)\] \| (\d+)$", body, re.MULTILINE
+    )
+]
+
+
+def test_examples_were_read() -> None:
+    fences = re.findall(r"```indices \w+\n(.*?)```", SPEC, re.DOTALL)
+    assert len(EXAMPLES) == sum(body.count("->") for body in fences) >= 9
+    assert {example[0] for example in EXAMPLES} == {"global", "combine", "mixed"}
+
+
+@pytest.mark.parametrize(("name", "pos", "local", "want", "length"), EXAMPLES)
+def test_examples(name: str, pos: int, local: list[int], want: list[str], length: int) -> None:
+    indices, starts, request = np.int32([local]), np.int32([0, 1]), np.int32([0])
+    seq_lens = np.int32([pos + 1])
+    if name == "global":
+        got, lens = compute_global_topk_indices_and_lens(
+            indices, request, np.int32([[7, 3]]), 64, np.array([True])
+        )
+    elif name == "combine":
+        got, lens = combine_topk_swa_indices(
+            indices, starts, seq_lens, seq_lens, window_size=3, compress_ratio=2, topk=2, M=8, N=3
+        )
+        assert (got[:, length:] == -1).all()
+        got = got[:, :length]
+    else:
+        tables = np.int32([[5, 6]]), 4, np.int32([[9, 4]]), 2
+        no_decode = np.zeros((0, 3), np.int32)
+        got, lens = build_flashinfer_mixed_sparse_indices(
+            no_decode, None, None, indices, starts, seq_lens, request, *tables, 3, 2, 2
+        )
+    assert got.tolist() == [[int(slot) for slot in want]] and lens.tolist() == [length]
 
 
 # --- laws ------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def store_groups(
 @triton.jit
 def store_pad(cache_ptr, page, row, kept, RECORD: tl.constexpr):
     """Stores the pad bytes of rows."""
-    for index in tl.static_range(RECORD.pad):
+    PAD: tl.constexpr = RECORD.pad
+    for index in tl.static_range(PAD):
         at = page + (RECORD.pad_at + index) + row * RECORD.pad_step
         tl.store(cache_ptr + at, tl.full(row.shape, RECORD.pad_value, tl.uint8), mask=kept)
 

@@ -32,7 +32,10 @@ def amax_bits(bits):
 
 
 class Rule(NamedTuple):
-    """The facts of a group rule, as one kernel constant. Numbers are fp32 bits."""
+    """The facts of a group rule, as one kernel constant. Numbers are fp32 bits.
+
+    Triton 3.6 passes a member on to another jitted function only after it was given a name of its own.
+    """
 
     group: int
     element: str
@@ -55,7 +58,8 @@ def encode_scale_bits(amax, RULE: tl.constexpr):
     else:
         factor = float_of(tl.full(amax.shape, RULE.amax_factor, tl.uint32))
         scale = tl.maximum(bits_of(float_of(amax) * factor), RULE.floor)
-        codes = encode_bits(tl.minimum(scale, RULE.largest_scale), RULE.scale, False)
+        SCALE: tl.constexpr = RULE.scale
+        codes = encode_bits(tl.minimum(scale, RULE.largest_scale), SCALE, False)
     return codes
 
 
@@ -69,7 +73,8 @@ def scale_elements(bits, scale_codes, RULE: tl.constexpr):
         inverse = tl.where(scale_codes == RULE.infinite_code, at_infinity, inverse)
         scaled = float_of(bits) * float_of(inverse)[:, None]
     else:
-        scale = float_of(decode_bits(scale_codes, RULE.scale, False))
+        SCALE: tl.constexpr = RULE.scale
+        scale = float_of(decode_bits(scale_codes, SCALE, False))
         scaled = tl.div_rn(float_of(bits), tl.broadcast_to(scale[:, None], bits.shape))
     return bits_of(scaled)
 
@@ -78,7 +83,8 @@ def scale_elements(bits, scale_codes, RULE: tl.constexpr):
 def quantize_groups(bits, RULE: tl.constexpr, NATIVE: tl.constexpr):
     """Codes [N, GROUP] and uint32 scale codes [N] of fp32 bits [N, GROUP]."""
     scale_codes = encode_scale_bits(amax_bits(bits), RULE)
-    return encode_bits(scale_elements(bits, scale_codes, RULE), RULE.element, NATIVE), scale_codes
+    ELEMENT: tl.constexpr = RULE.element
+    return encode_bits(scale_elements(bits, scale_codes, RULE), ELEMENT, NATIVE), scale_codes
 
 
 @triton.jit
@@ -124,8 +130,10 @@ def _dequantize_kernel(
     inside = (row < groups)[:, None]
     codes = tl.load(codes_ptr + at, mask=inside, other=0)
     scale_codes = tl.load(scale_codes_ptr + row, mask=row < groups, other=0)
-    values = float_of(decode_bits(codes, RULE.element, NATIVE))
-    scales = float_of(decode_bits(scale_codes, RULE.scale, False))
+    ELEMENT: tl.constexpr = RULE.element
+    SCALE: tl.constexpr = RULE.scale
+    values = float_of(decode_bits(codes, ELEMENT, NATIVE))
+    scales = float_of(decode_bits(scale_codes, SCALE, False))
     bits = bits_of(values * scales[:, None])
     bits = tl.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC00000, bits)
     tl.store(x_ptr + at, bits.to(tl.int32, bitcast=True), mask=inside)

@@ -12,8 +12,8 @@ import triton.language as tl
 from dsv4num.arguments import Array, Cache, check_gather, check_insert
 from dsv4num.errors import ArgumentError, ValueRangeError
 from dsv4num.formats import Layout
-from dsv4num.gpu._target import Launch, interpreted, use_native
 from dsv4num.gpu._record import page_and_row, record_constant, store_groups, store_pad
+from dsv4num.gpu._target import Launch, interpreted, use_native
 from dsv4num.gpu.scalar import (
     bits_of,
     decode_bits,
@@ -141,7 +141,9 @@ def _gather_kernel(
         cache_ptr + at[:, None] + tl.arange(0, NBYTES)[None, :], mask=coded[:, None], other=0
     )
     codes = unpack_codes(stored) if RULE.element == "e2m1" else stored
-    values = float_of(decode_bits(codes, RULE.element, NATIVE))
+    ELEMENT: tl.constexpr = RULE.element
+    SCALE: tl.constexpr = RULE.scale
+    values = float_of(decode_bits(codes, ELEMENT, NATIVE))
 
     at = page + RECORD.scales_at + row * RECORD.scales_step
     if RECORD.fp32_scale:
@@ -152,7 +154,7 @@ def _gather_kernel(
         scale_bits = tl.sum(words.to(tl.uint32) << (8 * byte)[None, :], axis=1).to(tl.uint32)
     else:
         scale_codes = tl.load(cache_ptr + at + group, mask=coded, other=0)
-        scale_bits = decode_bits(scale_codes, RULE.scale, False)
+        scale_bits = decode_bits(scale_codes, SCALE, False)
     bits = bits_of(values * float_of(scale_bits)[:, None])
     halves = round_bf16_bits(bits, NATIVE).to(tl.int16, bitcast=True)
     target = out_row + index * out_row_stride + group * RULE.group

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from dsv4num.formats import FP32, FloatFormat
 from dsv4num.reference import decode
-from dsv4num.verify.cases import Case
+from dsv4num.verify.case import Case
 from dsv4num.verify.operations import Operation, Place
 
 #: A mismatch report has at most this many lines.

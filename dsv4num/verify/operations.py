@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dsv4num.arguments import check_cache
 from dsv4num.formats import LAYOUTS, RULES, SCALARS, FloatFormat, get_scalar
 from dsv4num.reference.record import describe
-from dsv4num.verify import cases
-from dsv4num.verify.cases import Case, Level
+from dsv4num.verify.case import Case, Level
+from dsv4num.verify.cases import group, paged_cache, scalar
 
 
 @dataclass(frozen=True)
@@ -121,22 +121,30 @@ _RULES = tuple(RULES)
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("encode", _SCALARS, cases.encode_cases, locate_in_array, "2", ("codes",)),
-        Operation("decode", _SCALARS, cases.decode_cases, locate_in_array, "2", ("x",)),
-        Operation("pack", ("e2m1",), cases.pack_cases, locate_in_array, "2.6", ("packed",)),
-        Operation("unpack", ("e2m1",), cases.unpack_cases, locate_in_array, "2.6", ("codes",)),
+        Operation("encode", _SCALARS, scalar.encode_cases, locate_in_array, "2", ("codes",)),
+        Operation("decode", _SCALARS, scalar.decode_cases, locate_in_array, "2", ("x",)),
+        Operation("pack", ("e2m1",), scalar.pack_cases, locate_in_array, "2.6", ("packed",)),
+        Operation("unpack", ("e2m1",), scalar.unpack_cases, locate_in_array, "2.6", ("codes",)),
         Operation(
-            "encode_scale", _RULES, cases.encode_scale_cases, locate_in_array, "3", ("scale_codes",)
+            "encode_scale", _RULES, group.encode_scale_cases, locate_in_array, "3", ("scale_codes",)
         ),
         Operation(
-            "quantize", _RULES, cases.quantize_cases, locate_in_array, "3", ("codes", "scale_codes")
+            "quantize", _RULES, group.quantize_cases, locate_in_array, "3", ("codes", "scale_codes")
         ),
-        Operation("dequantize", _RULES, cases.dequantize_cases, locate_in_array, "3.5", ("x",)),
+        Operation("dequantize", _RULES, group.dequantize_cases, locate_in_array, "3.5", ("x",)),
         Operation(
-            "quantize_and_insert_k_cache", _LAYOUTS, cases.insert_cases, locate_in_cache, "5.1"
+            "quantize_and_insert_k_cache",
+            _LAYOUTS,
+            paged_cache.insert_cases,
+            locate_in_cache,
+            "5.1",
         ),
         Operation(
-            "dequantize_and_gather_k_cache", _LAYOUTS, cases.gather_cases, locate_in_rows, "5.2"
+            "dequantize_and_gather_k_cache",
+            _LAYOUTS,
+            paged_cache.gather_cases,
+            locate_in_rows,
+            "5.2",
         ),
     )
 }

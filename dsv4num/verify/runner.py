@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import dsv4num.gpu
 import dsv4num.reference
 from dsv4num.gpu import Launch
 from dsv4num.gpu._target import Path, target_of
-from dsv4num.verify.cases import Array, Case, Level, flat, rebase, start_of
+from dsv4num.verify.case import Array, Case, Level, flat, rebase, start_of
 from dsv4num.verify.compare import differing_bytes, explain_mismatch
 from dsv4num.verify.operations import OPERATIONS, Operation
 
@@ -148,28 +149,31 @@ class _Result:
 
 
 def _run_reference(operation: Operation, case: Case, fill: int) -> _Result:
-    arguments = {**case.arguments, **case.reference}
-    placed: dict[str, Array] = {}
-    for name, value in arguments.items():
+    given = {**case.arguments, **case.keywords}
+    call: dict[str, Any] = {**given, **case.reference}
+    for name, value in call.items():
         if isinstance(value, np.ndarray):
             buffer = flat(value).copy()
             if name in case.outputs:
                 buffer[:] = fill
-            placed[name] = rebase(value, buffer)
-    call = {name: placed.get(name, value) for name, value in arguments.items()}
-    returned = getattr(dsv4num.reference, operation.name)(*call.values(), **case.keywords)
+            call[name] = rebase(value, buffer)
+    function = getattr(dsv4num.reference, operation.name)
+    positional = [call.pop(name) for name in case.arguments]
+    returned = function(*positional, **call)
+    written = dict(zip(case.arguments, positional, strict=True))
     if case.restore is not None:
         blank = {
-            name: rebase(placed[name], np.full_like(flat(placed[name]), fill))
+            name: rebase(written[name], np.full_like(flat(written[name]), fill))
             for name in case.outputs
         }
-        case.restore({name: placed[name] for name in case.outputs}, blank)
+        case.restore({name: written[name] for name in case.outputs}, blank)
     result = _Result({}, {})
-    for name, value in case.arguments.items():
+    for name, value in given.items():
         if isinstance(value, np.ndarray):
             # An argument that is not written must come back as it was given to the kernels.
-            kept = flat(placed[name]) if name in case.outputs else flat(value)
-            result.buffers[name], result.starts[name] = kept, start_of(value)
+            changed = name in case.outputs or name in case.updated
+            result.buffers[name] = flat(written[name]) if changed else flat(value)
+            result.starts[name] = start_of(value)
     return _with_returned(result, operation, returned)
 
 
@@ -177,22 +181,20 @@ def _run_device(
     operation: Operation, case: Case, fill: int, device: str, launch: Launch
 ) -> _Result:
     buffers: dict[str, torch.Tensor] = {}
-    call: dict[str, Any] = {}
-    starts = {}
-    for name, value in case.arguments.items():
-        if not isinstance(value, np.ndarray):
-            call[name] = value
-            continue
-        buffer = torch.from_numpy(flat(value).copy()).to(device)
-        if name in case.outputs:
-            buffer.fill_(fill)
-        buffers[name], starts[name] = buffer, start_of(value)
-        call[name] = _tensor(value, buffer)
+    starts: dict[str, int] = {}
+    call: dict[str, Any] = {**case.arguments, **case.keywords}
+    for name, value in call.items():
+        if isinstance(value, np.ndarray):
+            buffers[name] = torch.from_numpy(flat(value).copy()).to(device)
+            if name in case.outputs:
+                buffers[name].fill_(fill)
+            starts[name] = start_of(value)
+            call[name] = _tensor(value, buffers[name])
     function = getattr(dsv4num.gpu, operation.name)
-    keywords = dict(case.keywords)
-    if operation.name not in ("pack", "unpack", "encode_scale"):
-        keywords["launch"] = launch
-    returned = function(*call.values(), **keywords)
+    if "launch" in inspect.signature(function).parameters:
+        call["launch"] = launch
+    positional = [call.pop(name) for name in case.arguments]
+    returned = function(*positional, **call)
     if device == "cuda":
         torch.cuda.synchronize()
     result = _Result({name: buffer.cpu().numpy() for name, buffer in buffers.items()}, starts)
@@ -233,7 +235,7 @@ def _compare(
 ) -> None:
     for name, want in expected.buffers.items():
         got = observed.buffers[name]
-        written = name in case.outputs or name.startswith("-> ")
+        written = name in case.outputs or name in case.updated or name.startswith("-> ")
         if written:
             row.bytes += len(want)
         if len(want) == len(got) and np.array_equal(want, got):

@@ -1,0 +1,252 @@
+"""Fp32 arithmetic on the GPU. The rules are in `dsv4num.reference.arithmetic` and SPEC section 1.
+
+No approximate instruction is used, and no product is contracted into a sum: every launch turns
+floating-point fusion off. A sum is a tree of adjacent pairs by construction, whatever the layout of
+its operand over threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4num.errors import ArgumentError
+from dsv4num.formats.arithmetic import (
+    EXP32_LOWER_LIMIT,
+    EXP32_POLYNOMIAL,
+    LN2_HI,
+    LN2_LO,
+    LOG2E,
+    ROUND_MAGIC,
+)
+from dsv4num.gpu._target import Launch, use_native
+from dsv4num.gpu.scalar import device_of, encode, float_of
+
+__all__ = ["exp32", "inv_rms", "rms_norm", "round_bf16", "tree_sum"]
+
+_LOG2E = tl.constexpr(LOG2E)
+_MAGIC = tl.constexpr(ROUND_MAGIC)
+_LN2_HI = tl.constexpr(LN2_HI)
+_LN2_LO = tl.constexpr(LN2_LO)
+_LOWER_LIMIT = tl.constexpr(EXP32_LOWER_LIMIT)
+_P0, _P1, _P2, _P3, _P4 = (tl.constexpr(p) for p in EXP32_POLYNOMIAL)
+_NAN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def exp_nonpositive(x):
+    """exp32 of fp32 values; NaN for NaN and for x > 0."""
+    served = (x <= 0.0) & (x >= _LOWER_LIMIT)
+    inside = tl.where(served, x, 0.0)
+    n = (inside * _LOG2E + _MAGIC) - _MAGIC
+    high = inside - n * _LN2_HI
+    low = n * _LN2_LO
+    r = high - low
+    p = (((_P4 * r + _P3) * r + _P2) * r + _P1) * r + _P0
+    y = 1.0 + (high + ((r * r) * p - low))
+    power = float_of(((n.to(tl.int32) + 127) << 23).to(tl.uint32, bitcast=True))
+    otherwise = tl.where(x < _LOWER_LIMIT, 0, _NAN).to(tl.uint32)
+    return tl.where(served, y * power, float_of(otherwise))
+
+
+@triton.jit
+def tree_sum_columns(x):
+    """[N, M] to [N, 1]: adjacent pairs of the last axis, again and again (clause 1.2)."""
+    if x.shape[1] == 1:
+        total = x
+    else:
+        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        total = tree_sum_columns(left + right)
+    return total
+
+
+@triton.jit
+def tree_sum_rows(x):
+    """[N, M] to [1, M]: adjacent pairs of the first axis, again and again (clause 1.2)."""
+    if x.shape[0] == 1:
+        total = x
+    else:
+        pairs = tl.permute(tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1))
+        left, right = tl.split(pairs)
+        total = tree_sum_rows(left + right)
+    return total
+
+
+@triton.jit
+def inverse_rms(c, eps):
+    """[N, D] to [N, 1]: 1 / sqrt(mean square + eps), as clause 1.4 orders the roundings."""
+    share: tl.constexpr = 1.0 / c.shape[1]
+    mean = tree_sum_columns(c * c) * share + eps
+    root = tl.sqrt_rn(mean)
+    return tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)
+
+
+@triton.jit
+def load_weight(weight_ptr, column):
+    """fp32 weights from an fp32 pointer, or from bf16 given as int16."""
+    weight = tl.load(weight_ptr + column)
+    if weight.dtype == tl.int16:
+        weight = float_of(weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return weight
+
+
+@triton.jit
+def _exp32_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, exp_nonpositive(tl.load(x_ptr + at, mask=at < n, other=0.0)), mask=at < n)
+
+
+@triton.jit
+def _tree_sum_kernel(x_ptr, y_ptr, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    total = tree_sum_columns(tl.load(x_ptr + at, mask=(row < rows)[:, None], other=0.0))
+    tl.store(y_ptr + row[:, None], total, mask=(row < rows)[:, None])
+
+
+@triton.jit
+def _rms_norm_kernel(
+    c_ptr,
+    weight_ptr,
+    y_ptr,
+    eps,
+    rows,
+    WIDTH: tl.constexpr,
+    SCALE_ONLY: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    at = row[:, None] * WIDTH + column[None, :]
+    inside = (row < rows)[:, None]
+    c = tl.load(c_ptr + at, mask=inside, other=0.0)
+    scale = inverse_rms(c, eps)
+    if SCALE_ONLY:
+        tl.store(y_ptr + row[:, None], scale, mask=inside)
+    else:
+        normed = (c * scale) * load_weight(weight_ptr, column)[None, :]
+        tl.store(y_ptr + at, normed, mask=inside)
+
+
+def exp32(x: torch.Tensor) -> torch.Tensor:
+    """See `dsv4num.reference.exp32`: the same values."""
+    _require_fp32("x", x, "1.3")
+    use_native(Launch(), x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if x.numel():
+        block = 1024
+        with device_of(x):
+            _exp32_kernel[(triton.cdiv(x.numel(), block),)](
+                x.contiguous(), y, x.numel(), BLOCK=block, num_warps=4, enable_fp_fusion=False
+            )
+    return y
+
+
+def tree_sum(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """See `dsv4num.reference.tree_sum`: the same values."""
+    _require_fp32("x", x, "1.2")
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.dim() <= axis < x.dim():
+        raise ArgumentError("axis", repr(axis), f"an axis of an array of {x.dim()} axes", "1.2")
+    _require_power_of_two(f"axis {axis} of x", x.shape[axis], "1.2")
+    use_native(Launch(), x.device)
+    rows = x.movedim(axis, -1).contiguous()
+    y = torch.empty(rows.shape[:-1], dtype=torch.float32, device=x.device)
+    if y.numel():
+        per_program = max(1, 1024 // rows.shape[-1])
+        with device_of(x):
+            _tree_sum_kernel[(triton.cdiv(y.numel(), per_program),)](
+                rows,
+                y,
+                y.numel(),
+                WIDTH=rows.shape[-1],
+                ROWS=per_program,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+    return y
+
+
+def inv_rms(c: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `dsv4num.reference.inv_rms`: the same values."""
+    _require_rows("c", c, "1.4")
+    y = torch.empty(c.shape[:-1], dtype=torch.float32, device=c.device)
+    _launch_rms_norm(c, c, y, _checked_eps(eps), scale_only=True)
+    return y
+
+
+def rms_norm(c: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `dsv4num.reference.rms_norm`: the same values."""
+    _require_rows("c", c, "1.4")
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in (torch.float32, torch.bfloat16):
+        given = getattr(weight, "dtype", type(weight).__name__)
+        raise ArgumentError("weight", given, "float32 or bfloat16", "1.4")
+    if weight.shape != c.shape[-1:]:
+        allowed = f"[{c.shape[-1]}], the width of c"
+        raise ArgumentError("weight", f"shape {list(weight.shape)}", allowed, "1.4")
+    y = torch.empty(c.shape, dtype=torch.float32, device=c.device)
+    _launch_rms_norm(c, weight_view(weight.contiguous()), y, _checked_eps(eps), scale_only=False)
+    return y
+
+
+def round_bf16(x: torch.Tensor, *, launch: Launch = Launch()) -> torch.Tensor:
+    """See `dsv4num.reference.round_bf16`: the same bits."""
+    _require_fp32("x", x, "1.5")
+    return encode(x, "bf16", launch=launch).view(torch.bfloat16)
+
+
+def weight_view(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as kernels read it: bf16 as int16."""
+    return weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+
+
+def _launch_rms_norm(
+    c: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, eps: float, *, scale_only: bool
+) -> None:
+    use_native(Launch(), c.device)
+    width = c.shape[-1]
+    rows = c.numel() // width
+    if rows == 0:
+        return
+    per_program = max(1, 1024 // width)
+    with device_of(c):
+        _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
+            c.contiguous(),
+            weight,
+            y,
+            eps,
+            rows,
+            WIDTH=width,
+            SCALE_ONLY=scale_only,
+            ROWS=per_program,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def _require_fp32(name: str, x: Any, clause: str) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
+        raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), "float32", clause)
+
+
+def _require_rows(name: str, x: Any, clause: str) -> None:
+    _require_fp32(name, x, clause)
+    if x.dim() == 0:
+        raise ArgumentError(name, "no axis", "[..., D]", clause)
+    _require_power_of_two(f"last axis of {name}", x.shape[-1], clause)
+
+
+def _require_power_of_two(name: str, length: int, clause: str) -> None:
+    if length < 1 or length & (length - 1):
+        raise ArgumentError(name, f"length {length}", "a power of two", clause)
+
+
+def _checked_eps(eps: Any) -> float:
+    if isinstance(eps, bool) or not isinstance(eps, float | int):
+        raise ArgumentError("eps", repr(eps), "a number of 0 or more", "1.4")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ArgumentError("eps", repr(eps), "finite, 0 or more", "1.4")
+    return float(eps)
