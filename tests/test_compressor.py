@@ -319,6 +319,23 @@ def test_compress_by_loops(layout: str, ratio: int, overlap: bool, length: int, 
     assert (w.cache[written == 0] == fill).all()
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (2, 200), (8, 100), (128, 12)])
+def test_pooled_bits_by_loops(rows: int, columns: int) -> None:
+    """Bytes show few of the bits of a pooled value; here all 32 are compared."""
+    rng = np.random.default_rng(rows)
+    kv = rng.normal(0, 1, (rows, columns)).astype(np.float32)
+    score = rng.normal(0, 4, (rows, columns)).astype(np.float32)
+    for missing in {0, rows // 2}:
+        present = np.arange(rows) >= missing
+        pairs = [list(zip(numbers(kv[r]), numbers(score[r]), strict=True)) for r in range(rows)]
+        want = [
+            plain.pool([pairs[r][column] if present[r] else None for r in range(rows)])
+            for column in range(columns)
+        ]
+        got = compressor._pool(kv[None], score[None], present[None])
+        assert bits(got[0]) == [slow.fp32_bits(x) for x in want]
+
+
 def special_columns(w: World) -> None:
     """Scores and kv of request 0, tokens 0 to 3, that rounding alone does not explain."""
     kv, score = w.kv[0], w.score[0]

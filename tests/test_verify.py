@@ -228,7 +228,7 @@ FAULTS = [
         "ties",
         "((_ONE << (SHIFT - 1)) - 1) + odd)",
         "((_ONE << (SHIFT - 1)) - 1))",
-        insert_of("v4", "edges"),
+        insert_of("v4", "wide"),
         "rounding: every difference is one code",
         rf"page \d+ slot \d+ row \d+ \w+\[\d+\] \(dim \d+\): {CODE}",
     ),
@@ -261,9 +261,9 @@ FAULTS = [
         "chosen scale",
         "RULE.floor) + carry) >> 23) - exponent",
         "RULE.floor) + carry) >> 23) - exponent + 1",
-        insert_of("indexer_mxfp4", "wide"),
+        insert_of("v41_mxfp8", "wide"),
         "the scale is chosen differently, and the elements follow it",
-        rf"page \d+ slot \d+ row \d+ \w+\[\d+\]: {CODE}",
+        rf"page \d+ slot \d+ row \d+ \w+\[\d+\]",
     ),
     Fault(
         "one slot too many",
@@ -281,16 +281,16 @@ FAULTS = [
     Fault(
         "page stride",
         "safe // RECORD.block_size * page_stride",
-        "safe // RECORD.block_size * (page_stride - 13)",
-        insert_of("v4", "views"),
+        "safe // RECORD.block_size * (page_stride - 64)",  # 64 bytes of padding
+        insert_of("v4", "any bits"),
         "",
-        r"page [123] .*(slot|owned by no row)",
+        r"page [12] (slot|byte \d+, owned by no row)",
     ),
     Fault(
         "raw offset",
         "raw = tl.load(cache_ptr + at[:, None] + byte",
         "raw = tl.load(cache_ptr + at[:, None] + 2 + byte",
-        ("--op", GATHER, "--layout", "v4", "--case", "views"),
+        ("--op", GATHER, "--layout", "v4", "--case", "tails at an offset"),
         "",
         r"request \d row \d+ dim (44[89]|4[5-9]\d|5\d\d): expected 0x[0-9A-F]{4} = .*, got 0x",
     ),
@@ -332,10 +332,12 @@ def broken_copy(fault: Fault, folder: Path) -> None:
     assert source.count(fault.old) == 1
     holders[0].write_text(source.replace(fault.old, fault.new))
     if fault.guard:
-        cases = copy / "verify" / "cases.py"
-        text, count = re.subn(r"(?m)^_GUARD = \d+", f"_GUARD = {fault.guard}", cases.read_text())
+        pattern, count = re.compile(r"^_GUARD = \d+", re.MULTILINE), 0
+        for file in copy.glob("verify/**/*.py"):
+            text, found = pattern.subn(f"_GUARD = {fault.guard}", file.read_text())
+            file.write_text(text)
+            count += found
         assert count == 1
-        cases.write_text(text)
 
 
 def run_in(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -407,14 +409,3 @@ def test_the_reproduce_line_as_a_shell_command(tmp_path: Path) -> None:
     assert again.returncode == 1, again.stdout + again.stderr
     assert judge(fault, again.stdout)[0] == runs[0]
 
-
-def test_the_copy_without_a_fault_passes(tmp_path: Path) -> None:
-    """So that what the other tests see comes from the fault."""
-    nothing = Fault("none", "def pack_codes(", "def pack_codes(", (), "")
-    broken_copy(nothing, tmp_path)
-    cases = [option for name in ("edges", "wide", "zeros", "views") for option in ("--case", name)]
-    layouts = ("--layout", "v4", "--layout", "v41_nvfp4")
-    run = ("--device", "cpu", "--jobs", "1", "--op", INSERT, *layouts, *cases)
-    done = run_in(tmp_path, sys.executable, "-m", "dsv4num", "verify", *run)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert failing_runs(done.stdout) == []

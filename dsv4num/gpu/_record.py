@@ -84,6 +84,16 @@ def store_groups(
 
 
 @triton.jit
+def store_raw(cache_ptr, halves, page, row, group, kept, RECORD: tl.constexpr, RULE: tl.constexpr):
+    """Stores the bf16 codes [N, GROUP] of the lines that lie in the raw field, byte by byte."""
+    stored = tl.interleave((halves & 0xFF).to(tl.uint8), (halves >> 8).to(tl.uint8))
+    first = group * RULE.group - RECORD.coded
+    at = page + RECORD.raw_at + row * RECORD.raw_step + 2 * first
+    byte = tl.arange(0, 2 * RULE.group)
+    tl.store(cache_ptr + at[:, None] + byte[None, :], stored, mask=(kept & (first >= 0))[:, None])
+
+
+@triton.jit
 def store_pad(cache_ptr, page, row, kept, RECORD: tl.constexpr):
     """Stores the pad bytes of rows."""
     PAD: tl.constexpr = RECORD.pad

@@ -40,11 +40,14 @@ class Launch:
         path: "native", "portable", or "auto": native where the target has it.
         rows: rows per program, a power of two; None takes the built-in choice.
         num_warps: None takes the built-in choice.
+        columns: columns of a pooled row per program of the compressor, a power of two; fewer than the
+            row has splits it over programs. None takes the built-in choice.
     """
 
     path: Path = "auto"
     rows: int | None = None
     num_warps: int | None = None
+    columns: int | None = None
 
 
 @cache

@@ -12,6 +12,7 @@ import triton.language as tl
 from dsv4num.arguments import Array, Cache, check_gather, check_insert
 from dsv4num.errors import ArgumentError, ValueRangeError
 from dsv4num.formats import Layout
+from dsv4num.gpu import _validate
 from dsv4num.gpu._record import page_and_row, record_constant, store_groups, store_pad
 from dsv4num.gpu._target import Launch, interpreted, use_native
 from dsv4num.gpu.scalar import (
@@ -200,7 +201,7 @@ def quantize_and_insert_k_cache(
     record, rule = record_constant(cache)
     native = use_native(launch, k.device)
     if validate:
-        _validate_slots(slot_mapping, cache)
+        _validate.cache_slots("slot_mapping", slot_mapping, cache)
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.num_blocks == 0:
         return
@@ -304,21 +305,6 @@ def _rows_per_program(layout: Layout) -> int:
     """Rows per program: 2,048 values on a GPU; the interpreter pays per program, so more there."""
     values = 65536 if interpreted() else 2048
     return max(1, values // layout.head_dim)
-
-
-def _validate_slots(slots: torch.Tensor, cache: Cache) -> None:
-    """Raises the reference's error for a slot beyond the cache or given twice (clause 6.2)."""
-    if slots.numel() == 0:
-        return
-    largest = int(slots.max())
-    if largest >= cache.num_slots:
-        allowed = f"below {cache.num_slots} ({cache.num_blocks} pages of {cache.block_size} rows)"
-        raise ValueRangeError("slot_mapping", largest, allowed)
-    values, counts = torch.unique(slots[slots >= 0], return_counts=True)
-    repeated = values[counts > 1]
-    if repeated.numel():
-        given = f"slot {int(repeated[0])} more than once"
-        raise ValueRangeError("slot_mapping", given, "each slot once")
 
 
 def _validate_gather(

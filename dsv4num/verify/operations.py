@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dsv4num.arguments import check_cache
-from dsv4num.formats import LAYOUTS, RULES, SCALARS, FloatFormat, get_scalar
+from dsv4num.arguments.compressor import COMPRESS_LAYOUTS, LATENT_LAYOUTS
+from dsv4num.formats import FP32, LAYOUTS, RULES, SCALARS, FloatFormat, get_scalar
 from dsv4num.reference.record import describe
 from dsv4num.verify.case import Case, Level
-from dsv4num.verify.cases import group, paged_cache, scalar
+from dsv4num.verify.cases import arithmetic, compressor, group, paged_cache, scalar
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def locate_in_cache(case: Case, name: str, byte: int, start: int) -> Place:
     """The place of a byte of a paged cache."""
     cache = check_cache(
         describe(name, case.arguments[name]),
-        case.arguments["block_size"],
+        case.keywords.get("kv_block_size") or case.arguments["block_size"],
         case.keywords["layout"],
         written=False,
     )
@@ -87,18 +88,33 @@ def locate_in_cache(case: Case, name: str, byte: int, start: int) -> Place:
     return Place(f"page {page} byte {offset}, owned by no row", "unowned", None, byte, 1)
 
 
-def locate_in_rows(case: Case, name: str, byte: int, start: int) -> Place:
-    """The place of a byte of a bf16 output [requests, rows, dims]."""
+#: What the axes of an output that is no paged cache are.
+_AXES = {
+    "out": ("request", "row", "dim"),
+    "latent_out": ("token", "dim"),
+    "state_cache": ("block", "row", "column"),
+}
+
+
+def locate_in_view(case: Case, name: str, byte: int, start: int) -> Place:
+    """The place of a byte of a bf16 or fp32 output, by the strides of its axes."""
     view = case.arguments[name]
     within = byte - start
-    index = []
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        index.append(within // stride if within >= 0 else size)
-        within -= index[-1] * stride
-        if index[-1] >= size:
+    texts = []
+    for axis, size, stride in zip(_AXES[name], view.shape, view.strides, strict=True):
+        index = within // stride if within >= 0 else size
+        if index >= size:
             return Place(f"byte {byte - start}, owned by no row", "unowned", None, byte, 1)
-    text = f"request {index[0]} row {index[1]} dim {index[2]}"
-    return Place(text, "value", get_scalar("bf16"), byte - within, 2)
+        within -= index * stride
+        texts.append(f"{axis} {index}")
+    fmt = get_scalar("bf16") if view.itemsize == 2 else FP32
+    return Place(" ".join(texts), "value", fmt, byte - within, view.itemsize)
+
+
+def locate_in_output(case: Case, name: str, byte: int, start: int) -> Place:
+    """The place of a byte of whatever the operation writes."""
+    locate = locate_in_cache if name in ("k_cache", "kv_cache") else locate_in_view
+    return locate(case, name, byte, start)
 
 
 def locate_in_array(case: Case, name: str, byte: int, start: int) -> Place:
@@ -108,8 +124,8 @@ def locate_in_array(case: Case, name: str, byte: int, start: int) -> Place:
     fmt = case.arguments.get("fmt")
     if fmt == "bf16" and name == "codes":
         return Place(f"{name}[{byte // 2}]", "value", get_scalar(fmt), byte - byte % 2, 2)
-    if name == "x":
-        return Place(f"{name}[{byte // 4}]", "value", None, byte - byte % 4, 4)
+    if name in ("x", "y"):
+        return Place(f"{name}[{byte // 4}]", "value", FP32, byte - byte % 4, 4)
     chosen = get_scalar(fmt) if fmt else None
     return Place(f"{name}[{byte}]", "codes", chosen, byte, 1)
 
@@ -136,15 +152,50 @@ OPERATIONS = {
             "quantize_and_insert_k_cache",
             _LAYOUTS,
             paged_cache.insert_cases,
-            locate_in_cache,
+            locate_in_output,
             "5.1",
         ),
         Operation(
             "dequantize_and_gather_k_cache",
             _LAYOUTS,
             paged_cache.gather_cases,
-            locate_in_rows,
+            locate_in_output,
             "5.2",
+        ),
+        Operation("exp32", ("fp32",), arithmetic.exp32_cases, locate_in_array, "1.3", ("y",)),
+        Operation("tree_sum", ("fp32",), arithmetic.tree_sum_cases, locate_in_array, "1.2", ("y",)),
+        Operation("inv_rms", ("fp32",), arithmetic.inv_rms_cases, locate_in_array, "1.4", ("y",)),
+        Operation("rms_norm", ("fp32",), arithmetic.rms_norm_cases, locate_in_array, "1.4", ("y",)),
+        Operation(
+            "rotate_gptj", ("fp32",), arithmetic.rotate_cases, locate_in_array, "5.5", ("y",)
+        ),
+        Operation(
+            "save_partial_states",
+            ("csa", "hca", "indexer"),
+            compressor.save_states_cases,
+            locate_in_output,
+            "5.3",
+        ),
+        Operation(
+            "compress_norm_rope_store",
+            COMPRESS_LAYOUTS,
+            compressor.compress_cases,
+            locate_in_output,
+            "5.4",
+        ),
+        Operation(
+            "rope_quant_insert",
+            LATENT_LAYOUTS,
+            compressor.rope_quant_cases,
+            locate_in_output,
+            "5.6",
+        ),
+        Operation(
+            "pool_ring_latent",
+            ("ratio1", "ratio2"),
+            compressor.ring_cases,
+            locate_in_output,
+            "5.10",
         ),
     )
 }

@@ -31,7 +31,7 @@ SWEEP = (
     Launch(rows=1, num_warps=1),
     Launch(rows=2, num_warps=8),
     Launch(rows=8, num_warps=2),
-    Launch(rows=4, num_warps=4),
+    Launch(rows=4, num_warps=4, columns=64),
 )
 
 

@@ -1,0 +1,892 @@
+"""The compressor on the GPU. The rules are in `dsv4num.reference.compressor`, SPEC 5.3 to 5.6, 5.10.
+
+A window of N state rows is pooled as a tile [N / 8, columns] of which eight are held at once: row i of
+tile j is window row 8 i + j. The three first levels of the sum tree are then additions of tiles, with
+no exchange between threads, and the others halve one tile. Where a window has more than eight rows, the
+columns are spread over programs, and a second kernel norms, rotates and stores the pooled rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4num.arguments import (
+    Compression,
+    check_compress,
+    check_pool_ring_latent,
+    check_rope_quant_insert,
+    check_save_partial_states,
+)
+from dsv4num.errors import ArgumentError
+from dsv4num.formats import Layout
+from dsv4num.gpu import _validate
+from dsv4num.gpu._record import page_and_row, record_constant, store_groups, store_pad, store_raw
+from dsv4num.gpu._target import Launch, interpreted, use_native
+from dsv4num.gpu.arithmetic import (
+    exp_nonpositive,
+    inverse_rms,
+    load_weight,
+    tree_sum_rows,
+    weight_view,
+)
+from dsv4num.gpu.paged_cache import describe
+from dsv4num.gpu.rope import rotate_pairs
+from dsv4num.gpu.scalar import bits_of, device_of, float_of, round_bf16_bits
+
+__all__ = [
+    "compress_norm_rope_store",
+    "pool_ring_latent",
+    "rope_quant_insert",
+    "save_partial_states",
+]
+
+_ROPE_DIM = tl.constexpr(64)
+_NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+_NAN = tl.constexpr(0x7FFFFFFF)
+_LATENT_DIM = 512
+
+
+class Window(NamedTuple):
+    """What a group pools, as one kernel constant."""
+
+    rows: int
+    ratio: int
+    overlap: bool
+    head_dim: int
+    width: int  # columns of kv in a state row; the scores follow
+    block_size: int  # rows per state block
+    held: int  # window rows that one tile line holds: 8, or all of a smaller window
+
+
+# Pooling
+
+
+@triton.jit
+def _load_row(
+    state_ptr,
+    table_ptr,
+    last,
+    column,
+    block_stride,
+    row_stride,
+    FIRST: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Window rows FIRST, FIRST + held, ...: whether each exists, its kv, its scores [N / held, C]."""
+    index = tl.arange(0, WINDOW.rows // WINDOW.held) * WINDOW.held + FIRST
+    position = last - (WINDOW.rows - 1) + index
+    present = position >= 0
+    safe = tl.where(present, position, 0)
+    block = tl.load(table_ptr + safe // WINDOW.block_size, mask=present, other=0).to(tl.int64)
+    base = block * block_stride + (safe % WINDOW.block_size) * row_stride
+    if WINDOW.overlap:
+        base += tl.where(index < WINDOW.ratio, 0, WINDOW.head_dim)
+    at = state_ptr + base[:, None] + column[None, :]
+    kv = tl.load(at, mask=present[:, None], other=0.0)
+    score = tl.load(at + WINDOW.width, mask=present[:, None], other=_NEGATIVE_INFINITY)
+    return present[:, None], kv, score
+
+
+@triton.jit
+def _largest(
+    state_ptr,
+    table_ptr,
+    last,
+    column,
+    block_stride,
+    row_stride,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The largest score of COUNT held rows from FIRST on, NaN left out."""
+    if COUNT == 1:
+        _, _, score = _load_row(
+            state_ptr, table_ptr, last, column, block_stride, row_stride, FIRST, WINDOW
+        )
+        found = tl.where(score == score, score, _NEGATIVE_INFINITY)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        SECOND: tl.constexpr = FIRST + HALF
+        left = _largest(
+            state_ptr, table_ptr, last, column, block_stride, row_stride, FIRST, HALF, WINDOW
+        )
+        right = _largest(
+            state_ptr, table_ptr, last, column, block_stride, row_stride, SECOND, HALF, WINDOW
+        )
+        found = tl.maximum(left, right)
+    return found
+
+
+@triton.jit
+def _sums(
+    state_ptr,
+    table_ptr,
+    last,
+    column,
+    block_stride,
+    row_stride,
+    largest,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Sums of weight * kv and of weight over COUNT held rows from FIRST on, as a tree."""
+    if COUNT == 1:
+        present, kv, score = _load_row(
+            state_ptr, table_ptr, last, column, block_stride, row_stride, FIRST, WINDOW
+        )
+        weight = exp_nonpositive(score - largest)
+        total = tl.where(present, weight * kv, 0.0)
+        weights = tl.where(present, weight, 0.0)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        SECOND: tl.constexpr = FIRST + HALF
+        left, left_weights = _sums(
+            state_ptr,
+            table_ptr,
+            last,
+            column,
+            block_stride,
+            row_stride,
+            largest,
+            FIRST,
+            HALF,
+            WINDOW,
+        )
+        right, right_weights = _sums(
+            state_ptr,
+            table_ptr,
+            last,
+            column,
+            block_stride,
+            row_stride,
+            largest,
+            SECOND,
+            HALF,
+            WINDOW,
+        )
+        total = left + right
+        weights = left_weights + right_weights
+    return total, weights
+
+
+@triton.jit
+def _pool(state_ptr, table_ptr, last, column, block_stride, row_stride, WINDOW: tl.constexpr):
+    """The softmax-weighted mean [1, C] of the window that ends at position `last`."""
+    HELD: tl.constexpr = WINDOW.held
+    largest = _largest(
+        state_ptr, table_ptr, last, column, block_stride, row_stride, 0, HELD, WINDOW
+    )
+    largest = tl.max(largest, axis=0)[None, :]
+    total, weights = _sums(
+        state_ptr, table_ptr, last, column, block_stride, row_stride, largest, 0, HELD, WINDOW
+    )
+    return tl.div_rn(tree_sum_rows(total), tree_sum_rows(weights))
+
+
+@triton.jit
+def _window_exists(table_ptr, last, table_width, num_state_blocks, WINDOW: tl.constexpr):
+    """Whether every row of the window that has a position is in the table and in the state cache."""
+    position = last - (WINDOW.rows - 1) + tl.arange(0, WINDOW.rows)
+    column = tl.where(position >= 0, position, 0) // WINDOW.block_size
+    inside = (position >= 0) & (column < table_width)
+    block = tl.load(table_ptr + column, mask=inside, other=-1).to(tl.int64)
+    good = (position < 0) | (inside & (block >= 0) & (block < num_state_blocks))
+    return tl.min(good.to(tl.int32), axis=0) == 1
+
+
+# Scanning for the tokens that end a group
+
+
+@triton.jit
+def _ending_tokens(
+    index,
+    first,
+    tokens,
+    positions_ptr,
+    slots_ptr,
+    kv_slots_ptr,
+    num_slots,
+    max_position,
+    RATIO: tl.constexpr,
+):
+    """Which of the tokens first + index end a group, are not skipped and can be rotated."""
+    token = first + index
+    inside = token < tokens
+    position = tl.load(positions_ptr + token, mask=inside, other=-1).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int64)
+    kv_slot = tl.load(kv_slots_ptr + token, mask=inside, other=-1).to(tl.int64)
+    wanted = inside & (slot >= 0) & (kv_slot >= 0) & (kv_slot < num_slots)
+    ends = (position >= 0) & ((position + 1) % RATIO == 0)
+    return wanted & ends & (position // RATIO * RATIO < max_position)
+
+
+@triton.jit
+def _next(index, wanted, after, COUNT: tl.constexpr):
+    """The first wanted index beyond `after`, or COUNT."""
+    return tl.min(tl.where(wanted & (index > after), index, COUNT), axis=0)
+
+
+# Norm, rotation, store
+
+
+@triton.jit
+def _rotate_tail(row, cos_ptr, entry_stride, entry):
+    """Rotates the last 64 columns of [N, D] with row `entry` [N] of the table."""
+    even, odd = tl.split(tl.reshape(row, (row.shape[0], row.shape[1] // 2, 2)))
+    pair = tl.arange(0, row.shape[1] // 2) - (row.shape[1] - _ROPE_DIM) // 2
+    rotated = (pair >= 0)[None, :]
+    at = cos_ptr + (entry * entry_stride)[:, None] + pair[None, :]
+    cos = tl.load(at, mask=rotated, other=1.0)
+    sin = tl.load(at + _ROPE_DIM // 2, mask=rotated, other=0.0)
+    new_even, new_odd = rotate_pairs(even, odd, cos, sin)
+    return tl.interleave(tl.where(rotated, new_even, even), tl.where(rotated, new_odd, odd))
+
+
+@triton.jit
+def _store_row(
+    row,
+    slot,
+    cache_ptr,
+    page_stride,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Rounds a row [1, D] to bf16 and stores its record."""
+    GROUPS: tl.constexpr = RECORD.head_dim // RULE.group
+    halves = tl.reshape(round_bf16_bits(bits_of(row), NATIVE), (GROUPS, RULE.group))
+    group = tl.arange(0, GROUPS)
+    kept = group >= 0
+    page, line = page_and_row(slot + tl.zeros((GROUPS,), tl.int64), kept, page_stride, RECORD)
+    bits = halves.to(tl.uint32) << 16
+    coded = group < RECORD.coded // RULE.group
+    store_groups(cache_ptr, bits, page, line, group, coded, RECORD, RULE, NATIVE)
+    if RECORD.raw > 0:
+        store_raw(cache_ptr, halves, page, line, group, kept, RECORD, RULE)
+    if RECORD.pad > 0:
+        store_pad(cache_ptr, page, line, group == 0, RECORD)
+
+
+@triton.jit
+def _finish(
+    pooled,
+    last,
+    slot,
+    weight_ptr,
+    eps,
+    cos_ptr,
+    entry_stride,
+    cache_ptr,
+    page_stride,
+    RATIO: tl.constexpr,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Norms, rotates and stores a pooled row [1, D]."""
+    weight = load_weight(weight_ptr, tl.arange(0, pooled.shape[1]))[None, :]
+    normed = (pooled * inverse_rms(pooled, eps)) * weight
+    entry = last // RATIO * RATIO + tl.zeros((1,), tl.int64)
+    row = _rotate_tail(normed, cos_ptr, entry_stride, entry)
+    _store_row(row, slot, cache_ptr, page_stride, RECORD, RULE, NATIVE)
+
+
+@triton.jit
+def _compress_kernel(
+    state_ptr,
+    requests_ptr,
+    positions_ptr,
+    slots_ptr,
+    table_ptr,
+    cos_ptr,
+    cache_ptr,
+    kv_slots_ptr,
+    weight_ptr,
+    pooled_ptr,
+    eps,
+    tokens,
+    num_requests,
+    table_stride,
+    table_width,
+    num_state_blocks,
+    block_stride,
+    row_stride,
+    entry_stride,
+    max_position,
+    page_stride,
+    num_slots,
+    POOL: tl.constexpr,
+    FINISH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Pools, finishes, or both; between two launches a row waits in `pooled_ptr` [tokens, head_dim]."""
+    RATIO: tl.constexpr = WINDOW.ratio
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    index = tl.arange(0, TOKENS)
+    wanted = _ending_tokens(
+        index, first, tokens, positions_ptr, slots_ptr, kv_slots_ptr, num_slots, max_position, RATIO
+    )
+    found = _next(index, wanted, -1, TOKENS)
+    while found < TOKENS:
+        token = first + found
+        last = tl.load(positions_ptr + token).to(tl.int64)
+        request = tl.load(requests_ptr + token).to(tl.int64)
+        slot = tl.load(kv_slots_ptr + token).to(tl.int64)
+        known = (request >= 0) & (request < num_requests)
+        row_ptr = table_ptr + tl.where(known, request, 0) * table_stride
+        width = tl.where(known, table_width, 0)
+        if _window_exists(row_ptr, last, width, num_state_blocks, WINDOW):
+            scratch = pooled_ptr + token * WINDOW.head_dim + column
+            if POOL:
+                pooled = _pool(state_ptr, row_ptr, last, column, block_stride, row_stride, WINDOW)
+            else:
+                pooled = tl.load(scratch)[None, :]
+            if FINISH:
+                _finish(
+                    pooled, last, slot, weight_ptr, eps, cos_ptr, entry_stride, cache_ptr, page_stride,
+                    RATIO, RECORD, RULE, NATIVE,
+                )  # fmt: skip
+            else:
+                tl.store(scratch[None, :], pooled)
+        found = _next(index, wanted, found, TOKENS)
+
+
+@triton.jit
+def _save_states_kernel(
+    kv_ptr,
+    score_ptr,
+    ape_ptr,
+    positions_ptr,
+    state_ptr,
+    slots_ptr,
+    tokens,
+    kv_stride,
+    score_stride,
+    ape_stride,
+    block_stride,
+    row_stride,
+    num_slots,
+    block_size,
+    WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=inside, other=-1).to(tl.int64)
+    kept = (slot >= 0) & (slot < num_slots) & (position >= 0)
+    slot = tl.where(kept, slot, 0)
+    phase = tl.where(kept, position, 0) % RATIO
+    mask = kept[:, None] & (column < WIDTH)[None, :]
+    kv = tl.load(kv_ptr + (token * kv_stride)[:, None] + column[None, :], mask=mask, other=0)
+    score = tl.load(
+        score_ptr + (token * score_stride)[:, None] + column[None, :], mask=mask, other=0.0
+    )
+    ape = tl.load(ape_ptr + (phase * ape_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+    total = score + ape
+    bits = tl.where(total == total, bits_of(total), _NAN)
+    at = (slot // block_size) * block_stride + (slot % block_size) * row_stride
+    target = state_ptr + at[:, None] + column[None, :]
+    tl.store(target, kv, mask=mask)
+    tl.store(target + WIDTH, bits.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _rope_quant_kernel(
+    latent_ptr,
+    positions_ptr,
+    cos_ptr,
+    cache_ptr,
+    slots_ptr,
+    tokens,
+    latent_stride,
+    entry_stride,
+    max_position,
+    page_stride,
+    num_slots,
+    RATIO: tl.constexpr,
+    ROUND_TRIP: tl.constexpr,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    GROUP: tl.constexpr = RULE.group
+    GROUPS: tl.constexpr = RECORD.head_dim // GROUP
+    line = tl.arange(0, ROWS * GROUPS)
+    token = tl.program_id(0).to(tl.int64) * ROWS + line // GROUPS
+    group = line % GROUPS
+    inside = token < tokens
+    slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=inside, other=-1).to(tl.int64)
+    entry = position // RATIO * RATIO
+    kept = (slot >= 0) & (slot < num_slots) & (position >= 0) & ((position + 1) % RATIO == 0)
+    kept &= entry < max_position
+    page, row = page_and_row(slot, kept, page_stride, RECORD)
+
+    source = (token * latent_stride + group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    halves = tl.load(latent_ptr + source, mask=kept[:, None], other=0)
+    bits = halves.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    even, odd = tl.split(tl.reshape(bits, (ROWS * GROUPS, GROUP // 2, 2)))
+    first = group * (GROUP // 2) - (RECORD.head_dim - _ROPE_DIM) // 2
+    pair = first[:, None] + tl.arange(0, GROUP // 2)[None, :]
+    rotated = kept[:, None] & (pair >= 0)
+    at = cos_ptr + (tl.where(kept, entry, 0) * entry_stride)[:, None] + pair
+    cos = tl.load(at, mask=rotated, other=1.0)
+    sin = tl.load(at + _ROPE_DIM // 2, mask=rotated, other=0.0)
+    new_even, new_odd = rotate_pairs(float_of(even), float_of(odd), cos, sin)
+    even = tl.where(rotated, bits_of(new_even), even)
+    odd = tl.where(rotated, bits_of(new_odd), odd)
+    bits = tl.interleave(even, odd)
+    halves = round_bf16_bits(bits, NATIVE)
+    if ROUND_TRIP:
+        bits = halves.to(tl.uint32) << 16
+    coded = kept & (group < RECORD.coded // GROUP)
+    store_groups(cache_ptr, bits, page, row, group, coded, RECORD, RULE, NATIVE)
+    if RECORD.raw > 0:
+        store_raw(cache_ptr, halves, page, row, group, kept, RECORD, RULE)
+    if RECORD.pad > 0:
+        store_pad(cache_ptr, page, row, kept & (group == 0), RECORD)
+
+
+@triton.jit
+def _publish_kernel(
+    kv_score_ptr,
+    positions_ptr,
+    ring_ptr,
+    slots_ptr,
+    starts_ptr,
+    requests_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    tokens,
+    num_requests,
+    kv_score_stride,
+    block_stride,
+    row_stride,
+    num_slots,
+    capacity,
+    out_stride,
+    WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """One program per token: the latent of the group that it closes, if it closes one."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    closes = (slot >= 0) & (position >= 0)
+    column = tl.arange(0, WIDTH)
+    here = kv_score_ptr + token * kv_score_stride + column
+    if RATIO == 2:
+        request = tl.load(requests_ptr + token).to(tl.int64)
+        known = (request >= 0) & (request < num_requests)
+        closes &= (slot < num_slots) & known & (position % 2 == 1)
+    if closes:
+        pooled = tl.load(here)[None, :]
+        if RATIO == 2:
+            start = tl.load(starts_ptr + request).to(tl.int64)
+            before = tl.load(slots_ptr + token - 1, mask=token > 0, other=-1).to(tl.int64)
+            inside = (token > start) & (before >= 0) & (before < num_slots)
+            back = (slot // capacity) * block_stride + ((position - 1) % capacity) * row_stride
+            earlier = ring_ptr + back + column
+            if inside:
+                earlier = kv_score_ptr + (token - 1) * kv_score_stride + column
+            kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
+            score1 = tl.load(here + WIDTH)[None, :]
+            largest = tl.maximum(
+                tl.where(score0 == score0, score0, _NEGATIVE_INFINITY),
+                tl.where(score1 == score1, score1, _NEGATIVE_INFINITY),
+            )
+            weight0, weight1 = exp_nonpositive(score0 - largest), exp_nonpositive(score1 - largest)
+            pooled = tl.div_rn(weight0 * kv0 + weight1 * pooled, weight0 + weight1)
+        normed = (pooled * inverse_rms(pooled, eps)) * load_weight(weight_ptr, column)[None, :]
+        halves = round_bf16_bits(bits_of(normed), NATIVE).to(tl.int16, bitcast=True)
+        tl.store((out_ptr + token * out_stride + column)[None, :], halves)
+
+
+@triton.jit
+def _remember_kernel(
+    kv_score_ptr,
+    positions_ptr,
+    ring_ptr,
+    slots_ptr,
+    starts_ptr,
+    requests_ptr,
+    tokens,
+    num_requests,
+    kv_score_stride,
+    block_stride,
+    row_stride,
+    num_slots,
+    capacity,
+    WIDTH: tl.constexpr,
+):
+    """One program per token: its row into the ring, unless a later token of its chunk replaces it."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    request = tl.load(requests_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    known = (request >= 0) & (request < num_requests) & (position >= 0)
+    if known & (slot >= 0) & (slot < num_slots):
+        end = tl.load(starts_ptr + request + 1).to(tl.int64)
+        later = token + capacity
+        replacing = tl.load(slots_ptr + later, mask=(later < end) & (later < tokens), other=-1)
+        if (replacing < 0) | (replacing >= num_slots):
+            column = tl.arange(0, WIDTH)
+            row = tl.load(kv_score_ptr + token * kv_score_stride + column)
+            at = (slot // capacity) * block_stride + (slot % capacity) * row_stride
+            tl.store(ring_ptr + at + column, row)
+
+
+def save_partial_states(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    compress_ratio: int,
+    validate: bool = False,
+    launch: Launch = Launch(),
+) -> None:
+    """See `dsv4num.reference.save_partial_states`: the same bits, on torch tensors.
+
+    A token with a slot beyond the state cache or a position below 0 is skipped; `validate=True` raises
+    the reference's error instead, which waits for the device.
+    """
+    state = check_save_partial_states(
+        describe("kv", kv),
+        describe("score", score),
+        describe("ape", ape),
+        describe("positions", positions),
+        describe("state_cache", state_cache),
+        describe("slot_mapping", slot_mapping),
+        compress_ratio,
+    )
+    use_native(launch, kv.device)
+    tokens = slot_mapping.shape[0]
+    if validate:
+        kept = slot_mapping >= 0
+        _validate.slots("slot_mapping", slot_mapping[kept], state)
+        _validate.positions(positions[:tokens][kept])
+    if tokens == 0 or state.num_blocks == 0:
+        return
+    block = min(1024, triton.next_power_of_2(state.width))
+    rows = launch.rows or (64 if interpreted() else max(1, 2048 // block))
+    with device_of(state_cache):
+        _save_states_kernel[(triton.cdiv(tokens, rows), triton.cdiv(state.width, block))](
+            kv.view(torch.int32),
+            score,
+            ape,
+            positions,
+            state_cache.view(torch.int32),
+            slot_mapping,
+            tokens,
+            kv.stride(0),
+            score.stride(0),
+            ape.stride(0),
+            state.block_stride,
+            state.row_stride,
+            state.num_slots,
+            state.block_size,
+            WIDTH=state.width,
+            RATIO=compress_ratio,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=launch.num_warps or 4,
+            enable_fp_fusion=False,
+        )
+
+
+def compress_norm_rope_store(
+    state_cache: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    rms_norm_eps: float,
+    *,
+    compress_ratio: int,
+    overlap: bool | int,
+    layout: str | Layout,
+    kv_block_size: int | None = None,
+    validate: bool = False,
+    launch: Launch = Launch(),
+) -> None:
+    """See `dsv4num.reference.compress_norm_rope_store`: the same bytes, on torch tensors.
+
+    A token whose request, position, state rows or kv slot are out of range is skipped; `validate=True`
+    raises the reference's error instead, which waits for the device. Windows of more than eight rows
+    take a scratch buffer of 4 * head_dim bytes per token.
+    """
+    call = check_compress(
+        describe("state_cache", state_cache),
+        describe("token_to_req_indices", token_to_req_indices),
+        describe("positions", positions),
+        describe("slot_mapping", slot_mapping),
+        describe("block_table", block_table),
+        describe("cos_sin_cache", cos_sin_cache),
+        describe("kv_cache", kv_cache),
+        describe("kv_slot_mapping", kv_slot_mapping),
+        describe("rms_norm_weight", rms_norm_weight),
+        rms_norm_eps,
+        compress_ratio,
+        overlap,
+        layout,
+        kv_block_size,
+    )
+    record, rule = record_constant(call.cache)
+    native = use_native(launch, kv_cache.device)
+    held = min(call.window, 8)
+    if interpreted() and launch.columns is None:
+        held = 1  # the interpreter pays per operation: one large tile
+    columns = launch.columns or _columns_per_program(call, held)
+    if columns & (columns - 1) or not 1 <= columns <= call.head_dim:
+        allowed = f"a power of two up to {call.head_dim}"
+        raise ArgumentError("launch.columns", columns, allowed)
+    if validate:
+        _validate.compression(
+            token_to_req_indices, positions, slot_mapping, block_table, kv_slot_mapping, call
+        )
+    if 0 in (call.tokens, call.cache.num_blocks, call.state.num_blocks, call.num_reqs):
+        return
+    split = columns < call.head_dim
+    pooled = state_cache
+    if split:
+        shape = (call.tokens, call.head_dim)
+        pooled = torch.empty(shape, dtype=torch.float32, device=state_cache.device)
+    window = Window(
+        rows=call.window,
+        ratio=call.ratio,
+        overlap=call.overlap,
+        head_dim=call.head_dim,
+        width=call.state.width,
+        block_size=call.state.block_size,
+        held=held,
+    )
+
+    def run(pool: bool, finish: bool, per_program: int) -> None:
+        rows = launch.rows or (64 if interpreted() else max(4, min(call.ratio, 32)))
+        warps = launch.num_warps or max(1, min(4, per_program // 128 if finish else 4))
+        _compress_kernel[(triton.cdiv(call.tokens, rows), call.head_dim // per_program)](
+            state_cache,
+            token_to_req_indices,
+            positions,
+            slot_mapping,
+            block_table,
+            cos_sin_cache,
+            kv_cache,
+            kv_slot_mapping,
+            weight_view(rms_norm_weight),
+            pooled,
+            call.eps,
+            call.tokens,
+            call.num_reqs,
+            block_table.stride(0),
+            call.table_columns,
+            call.state.num_blocks,
+            call.state.block_stride,
+            call.state.row_stride,
+            cos_sin_cache.stride(0),
+            call.max_position,
+            call.cache.page_stride,
+            call.cache.num_slots,
+            POOL=pool,
+            FINISH=finish,
+            COLUMNS=per_program,
+            WINDOW=window,
+            RECORD=record,
+            RULE=rule,
+            NATIVE=native,
+            TOKENS=rows,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+
+    with device_of(kv_cache):
+        if split:
+            run(pool=True, finish=False, per_program=columns)
+            run(pool=False, finish=True, per_program=call.head_dim)
+        else:
+            run(pool=True, finish=True, per_program=call.head_dim)
+
+
+def rope_quant_insert(
+    latent: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    compress_ratio: int,
+    layout: str | Layout,
+    bf16_round_trip: bool = False,
+    kv_block_size: int | None = None,
+    validate: bool = False,
+    launch: Launch = Launch(),
+) -> None:
+    """See `dsv4num.reference.rope_quant_insert`: the same bytes, on torch tensors.
+
+    A token whose position or slot is out of range is skipped; `validate=True` raises the reference's
+    error instead, which waits for the device.
+    """
+    cache = check_rope_quant_insert(
+        describe("latent", latent),
+        describe("positions", positions),
+        describe("cos_sin_cache", cos_sin_cache),
+        describe("kv_cache", kv_cache),
+        describe("slot_mapping", slot_mapping),
+        compress_ratio,
+        layout,
+        bf16_round_trip,
+        kv_block_size,
+    )
+    record, rule = record_constant(cache)
+    native = use_native(launch, latent.device)
+    tokens = slot_mapping.shape[0]
+    if validate:
+        kept = slot_mapping >= 0
+        at = positions[:tokens]
+        _validate.positions(at[kept])
+        ends = kept & ((at + 1) % compress_ratio == 0)
+        _validate.slots("slot_mapping", slot_mapping[ends], cache)
+        _validate.entries(at[ends], compress_ratio, cos_sin_cache.shape[0])
+    if tokens == 0 or cache.num_blocks == 0:
+        return
+    rows = launch.rows or (64 if interpreted() else 4)
+    with device_of(kv_cache):
+        _rope_quant_kernel[(triton.cdiv(tokens, rows),)](
+            latent.view(torch.int16),
+            positions,
+            cos_sin_cache,
+            kv_cache,
+            slot_mapping,
+            tokens,
+            latent.stride(0),
+            cos_sin_cache.stride(0),
+            cos_sin_cache.shape[0],
+            cache.page_stride,
+            cache.num_slots,
+            RATIO=compress_ratio,
+            ROUND_TRIP=bf16_round_trip,
+            RECORD=record,
+            RULE=rule,
+            NATIVE=native,
+            ROWS=rows,
+            num_warps=launch.num_warps or 4,
+            enable_fp_fusion=False,
+        )
+
+
+def pool_ring_latent(
+    kv_score: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    rms_norm_eps: float,
+    latent_out: torch.Tensor,
+    *,
+    compress_ratio: int,
+    launch: Launch = Launch(),
+) -> None:
+    """See `dsv4num.reference.pool_ring_latent`: the same bits, on torch tensors.
+
+    A token whose slot, request or position is out of range is skipped. The ring is read by one kernel
+    and written by the next, so that no read can see a row of the same call.
+    """
+    ring = check_pool_ring_latent(
+        describe("kv_score", kv_score),
+        describe("positions", positions),
+        describe("state_cache", state_cache) if compress_ratio == 2 else None,
+        describe("slot_mapping", slot_mapping),
+        describe("query_start_loc", query_start_loc),
+        describe("token_to_req_indices", token_to_req_indices),
+        describe("rms_norm_weight", rms_norm_weight),
+        rms_norm_eps,
+        describe("latent_out", latent_out),
+        compress_ratio,
+    )
+    native = use_native(launch, kv_score.device)
+    tokens, requests = slot_mapping.shape[0], query_start_loc.shape[0] - 1
+    if tokens == 0 or (ring is not None and ring.num_blocks == 0):
+        return
+    state = kv_score if ring is None or state_cache is None else state_cache
+    block_stride, row_stride = (ring.block_stride, ring.row_stride) if ring else (0, 0)
+    num_slots, capacity = (ring.num_slots, ring.block_size) if ring else (0, 1)
+    warps = launch.num_warps or 4
+    with device_of(latent_out):
+        _publish_kernel[(tokens,)](
+            kv_score,
+            positions,
+            state,
+            slot_mapping,
+            query_start_loc,
+            token_to_req_indices,
+            weight_view(rms_norm_weight),
+            latent_out.view(torch.int16),
+            float(rms_norm_eps),
+            tokens,
+            requests,
+            kv_score.stride(0),
+            block_stride,
+            row_stride,
+            num_slots,
+            capacity,
+            latent_out.stride(0),
+            WIDTH=_LATENT_DIM,
+            RATIO=compress_ratio,
+            NATIVE=native,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+        if ring is not None:
+            _remember_kernel[(tokens,)](
+                kv_score.view(torch.int32),
+                positions,
+                state.view(torch.int32),
+                slot_mapping,
+                query_start_loc,
+                token_to_req_indices,
+                tokens,
+                requests,
+                kv_score.stride(0),
+                block_stride,
+                row_stride,
+                num_slots,
+                capacity,
+                WIDTH=2 * _LATENT_DIM,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
+
+
+def _columns_per_program(call: Compression, held: int) -> int:
+    """All columns for a window that one tile holds, else as many as keep a tile at 512 values."""
+    if interpreted() or call.window == held:
+        return call.head_dim
+    return max(32, min(call.head_dim, 512 * held // call.window))
