@@ -310,7 +310,6 @@ def test_numpy_integers_and_layout_objects(layout: str, device: str) -> None:
 
 @pytest.mark.parametrize("validate", [False, True])
 def test_nothing_to_do_writes_nothing(validate: bool, device: str) -> None:
-    call = insert_arguments()
     none = np.zeros(0, np.int64)
     for changes in (
         {"slot_mapping": none},
@@ -320,7 +319,6 @@ def test_nothing_to_do_writes_nothing(validate: bool, device: str) -> None:
         {"slot_mapping": none, "k_cache": np.zeros((0, 2, 584), np.uint8)},
     ):
         insert_both({**insert_arguments(), **changes}, device, validate=validate)
-    call = gather_arguments()
     two = np.int32([0, 0])
     for changes in (
         {"seq_lens": two, "gather_lens": None},

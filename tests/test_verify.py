@@ -23,7 +23,8 @@ from dsv4num.cli import main
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from dsv4num.verify import report  # noqa: E402  (only where torch is)
+import dsv4num.gpu  # noqa: E402  (only where torch is)
+from dsv4num.verify import operations, report, runner  # noqa: E402
 from dsv4num.verify.operations import OPERATIONS  # noqa: E402
 
 PACKAGE = Path(dsv4num.__file__).parent
@@ -50,10 +51,12 @@ def test_a_quick_run(verify: Any, device: str) -> None:
     code, out, err = verify("--op", "pack", "--op", "unpack")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert ["operation", "variant", "path", "cases", "runs", "bytes", "mismatches", "seconds"] in lines
+    heads = ["operation", "variant", "path", "cases", "runs", "bytes", "mismatches", "seconds"]
+    assert heads in lines
     assert any(line[:3] == ["pack", "e2m1", "portable"] and line[6] == "0" for line in lines)
-    assert f"dsv4num {dsv4num.__version__}" in out and f"torch {torch.__version__}" in " ".join(out.split())
-    assert "0 mismatches" in lines[-1][-4:-2] or "0 mismatches" in out.splitlines()[-1]
+    words = " ".join(out.split())
+    assert f"dsv4num {dsv4num.__version__}" in words and f"torch {torch.__version__}" in words
+    assert ", 0 mismatches, " in out.splitlines()[-1]
     assert ("Triton's interpreter" in out) == (device == "cpu")
 
 
@@ -66,7 +69,8 @@ def test_json(verify: Any, tmp_path: Path, device: str) -> None:
         *("environment", "date", "level", "seed", "seconds", "bytes", "mismatches", "rows")
     }
     assert (found["level"], found["seed"], found["mismatches"]) == ("quick", 7, 0)
-    assert {"dsv4num", "spec", "arch", "python", "numpy", "torch", "triton"} <= set(found["environment"])
+    versions = {"dsv4num", "spec", "python", "numpy", "torch", "triton"}
+    assert versions | {"arch"} <= set(found["environment"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found["date"])
     row = found["rows"][-1]
     assert set(row) == {
@@ -124,8 +128,6 @@ def test_a_device_that_is_not_there(
 
 
 def test_every_operation_is_verified() -> None:
-    import dsv4num.gpu
-
     assert set(OPERATIONS) == set(dsv4num.gpu.__all__) - {"Launch"}
     for operation in OPERATIONS.values():
         for variant in operation.variants:
@@ -152,7 +154,12 @@ def test_record_and_targets(
     assert "no record of proof" in targets()
     assert stale_records() == []
 
-    code, out, _ = verify("--op", "pack", "--record", str(folder))
+    code, _, err = verify("--op", "pack", "--record", str(folder))  # a part is no proof
+    assert code == 2 and "--record" in err and not folder.exists()
+    only = {"pack": OPERATIONS["pack"]}
+    monkeypatch.setattr(operations, "OPERATIONS", only)
+    monkeypatch.setattr(runner, "OPERATIONS", only)
+    code, out, _ = verify("--record", str(folder))
     (path,) = folder.glob("*.json")
     assert code == 0 and "recorded in" in out
     record = json.loads(path.read_text())
@@ -263,15 +270,15 @@ FAULTS = [
         "RULE.floor) + carry) >> 23) - exponent + 1",
         insert_of("v41_mxfp8", "wide"),
         "the scale is chosen differently, and the elements follow it",
-        rf"page \d+ slot \d+ row \d+ \w+\[\d+\]",
+        r"page \d+ slot \d+ row \d+ \w+\[\d+\]",
     ),
     Fault(
         "one slot too many",
         "    kept = (slot >= 0) & (slot < num_slots)\n"
-        "    page, row = page_and_row(slot, kept, page_stride, RECORD)\n"
+        "    page, row = page_and_row(slot, page_stride, RECORD)\n"
         "    coded",
         "    kept = (slot >= 0) & (slot <= num_slots)\n"
-        "    page, row = page_and_row(slot, kept, page_stride, RECORD)\n"
+        "    page, row = page_and_row(slot, page_stride, RECORD)\n"
         "    coded",
         insert_of("v41_mxfp8_inline", "slots out of range"),
         "a write outside the rows that the operation owns",
@@ -280,8 +287,8 @@ FAULTS = [
     ),
     Fault(
         "page stride",
-        "safe // RECORD.block_size * page_stride",
-        "safe // RECORD.block_size * (page_stride - 64)",  # 64 bytes of padding
+        "slot // RECORD.block_size * page_stride",
+        "slot // RECORD.block_size * (page_stride - 64)",  # 64 bytes of padding
         insert_of("v4", "any bits"),
         "",
         r"page [12] (slot|byte \d+, owned by no row)",
@@ -399,9 +406,8 @@ def test_the_reproduce_line_as_a_shell_command(tmp_path: Path) -> None:
     """As a person would: run the module, paste the line."""
     fault = FAULTS[0]
     broken_copy(fault, tmp_path)
-    done = run_in(
-        tmp_path, sys.executable, "-m", "dsv4num", "verify", "--device", "cpu", "--jobs", "1", *fault.run
-    )
+    command = ("verify", "--device", "cpu", "--jobs", "1", *fault.run)
+    done = run_in(tmp_path, sys.executable, "-m", "dsv4num", *command)
     assert done.returncode == 1, done.stdout + done.stderr
     runs = judge(fault, done.stdout)
     line = runs[0][-1].removeprefix("  reproduce: python ")
@@ -409,3 +415,72 @@ def test_the_reproduce_line_as_a_shell_command(tmp_path: Path) -> None:
     assert again.returncode == 1, again.stdout + again.stderr
     assert judge(fault, again.stdout)[0] == runs[0]
 
+
+
+# --- what a message may not say -------------------------------------------------------
+
+
+def spoil_gather(out: Any, *arguments: Any, **keywords: Any) -> None:
+    """Loses every sign."""
+    GOOD[GATHER](out, *arguments, **keywords)
+    lens, offset = arguments[2], arguments[5]
+    for request, length in enumerate(lens.tolist()):
+        out[request, offset : offset + length].abs_()
+
+
+def spoil_decode(codes: Any, fmt: str, **keywords: Any) -> Any:
+    """Doubles every value."""
+    return GOOD["decode"](codes, fmt, **keywords) * 2
+
+
+def spoil_insert(k: Any, k_cache: Any, slots: Any, block_size: int, **keywords: Any) -> None:
+    """Doubles every fp32 scale, or shifts every code where scales are bytes."""
+    GOOD[INSERT](k, k_cache, slots, block_size, **keywords)
+    for slot in slots.tolist():
+        if slot < 0:
+            continue
+        page = k_cache.as_strided((len(k_cache), k_cache.stride(0)), (k_cache.stride(0), 1))[
+            slot // block_size
+        ]
+        if keywords["layout"] == "indexer_fp8":
+            at = block_size * 128 + slot % block_size * 4
+            page[at : at + 4] = (page[at : at + 4].view(torch.float32) * 2).view(torch.uint8)
+        else:
+            at = slot % block_size * 512
+            page[at : at + 512] += 3
+
+
+GOOD = {name: getattr(dsv4num.gpu, name) for name in (INSERT, GATHER, "decode")}
+
+
+def spoiled(verify: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[str]:
+    """The text of the first failing run, with a kernel that does not do what it should."""
+    for name, bad in ((INSERT, spoil_insert), (GATHER, spoil_gather), ("decode", spoil_decode)):
+        monkeypatch.setattr(dsv4num.gpu, name, bad)
+    code, out, _ = verify("--path", "portable", *options)
+    assert code == 1
+    return failing_runs(out)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (("--op", GATHER, "--layout", "v41_mxfp8", "--case", "tails at an offset"), "rounding"),
+        (("--op", "decode", "--variant", "e4m3fn"), "rounding"),
+        (insert_of("indexer_fp8", "wide"), "always by +0"),
+    ],
+)
+def test_a_reason_looks_at_whole_codes(
+    options: tuple[str, ...], wrong: str, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost sign and a doubled value change no low byte; they are not rounding."""
+    text = "\n".join(spoiled(verify, monkeypatch, *options))
+    assert wrong not in text, text
+
+
+def test_a_report_says_how_many_bytes_differ(
+    verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = spoiled(verify, monkeypatch, *insert_of("v41_mxfp8", "wide"))
+    assert re.search(r": [\d,]{5,} bytes differ", lines[1]), lines[1]
+    assert "  ... and more" in lines and len(lines) <= 20

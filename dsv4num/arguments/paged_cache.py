@@ -98,8 +98,8 @@ def check_gather(
     block_size: Any,
     offset: Any,
     layout: str | Layout | None,
-) -> Cache:
-    """The arguments of `dequantize_and_gather_k_cache` (clause 5.2)."""
+) -> tuple[Cache, int]:
+    """The arguments of `dequantize_and_gather_k_cache` (clause 5.2): the cache, and `offset`."""
     cache = check_cache(k_cache, block_size, layout, written=False)
     seq_lens.require(dtype=INTEGERS, shape=("num_reqs",), clause="5.2")
     requests = seq_lens.shape[0]
@@ -108,6 +108,6 @@ def check_gather(
     block_table.require(dtype=INTEGERS, shape=(requests, "pages"), clause="5.2")
     if gather_lens is not None:
         gather_lens.require(dtype=INTEGERS, shape=(requests,), clause="5.2")
-    integer("offset", offset, 0, "5.2")
+    first = integer("offset", offset, 0, "5.2")
     same_device(out, k_cache, seq_lens, block_table, *([gather_lens] if gather_lens else []))
-    return cache
+    return cache, first

@@ -44,10 +44,9 @@ class Record(NamedTuple):
 
 
 @triton.jit
-def page_and_row(slot, kept, page_stride, RECORD: tl.constexpr):
-    """The first byte of a slot's page, and its row; those of slot 0 where it is not kept."""
-    safe = tl.where(kept, slot, 0)
-    return safe // RECORD.block_size * page_stride, safe % RECORD.block_size
+def page_and_row(slot, page_stride, RECORD: tl.constexpr):
+    """The first byte of a slot's page, and its row; of no meaning where the slot is not kept."""
+    return slot // RECORD.block_size * page_stride, slot % RECORD.block_size
 
 
 @triton.jit

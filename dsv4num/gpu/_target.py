@@ -93,8 +93,14 @@ def use_native(launch: Launch, device: torch.device) -> bool:
         ArgumentError: an unknown path.
         UnsupportedError: the native path was asked for on a target without it.
     """
+    if not isinstance(launch, Launch):
+        raise ArgumentError("launch", type(launch).__name__, "Launch", "6.1")
     if launch.path not in ("auto", "native", "portable"):
         raise ArgumentError("launch.path", repr(launch.path), "auto, native, portable", "6.1")
+    for name in ("rows", "num_warps", "columns"):
+        value = getattr(launch, name)
+        if value is not None and (not isinstance(value, int) or value < 1 or value & (value - 1)):
+            raise ArgumentError(f"launch.{name}", repr(value), "a power of two, or None", "6.1")
     target = target_of(device)
     if launch.path == "native" and not target.native:
         raise UnsupportedError(f"the native path needs sm_89 or later; this is {target.name}")

@@ -263,7 +263,7 @@ def _store_row(
     halves = tl.reshape(round_bf16_bits(bits_of(row), NATIVE), (GROUPS, RULE.group))
     group = tl.arange(0, GROUPS)
     kept = group >= 0
-    page, line = page_and_row(slot + tl.zeros((GROUPS,), tl.int64), kept, page_stride, RECORD)
+    page, line = page_and_row(slot + tl.zeros((GROUPS,), tl.int64), page_stride, RECORD)
     bits = halves.to(tl.uint32) << 16
     coded = group < RECORD.coded // RULE.group
     store_groups(cache_ptr, bits, page, line, group, coded, RECORD, RULE, NATIVE)
@@ -437,7 +437,7 @@ def _rope_quant_kernel(
     entry = position // RATIO * RATIO
     kept = (slot >= 0) & (slot < num_slots) & (position >= 0) & ((position + 1) % RATIO == 0)
     kept &= entry < max_position
-    page, row = page_and_row(slot, kept, page_stride, RECORD)
+    page, row = page_and_row(slot, page_stride, RECORD)
 
     source = (token * latent_stride + group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     halves = tl.load(latent_ptr + source, mask=kept[:, None], other=0)
@@ -446,7 +446,7 @@ def _rope_quant_kernel(
     first = group * (GROUP // 2) - (RECORD.head_dim - _ROPE_DIM) // 2
     pair = first[:, None] + tl.arange(0, GROUP // 2)[None, :]
     rotated = kept[:, None] & (pair >= 0)
-    at = cos_ptr + (tl.where(kept, entry, 0) * entry_stride)[:, None] + pair
+    at = cos_ptr + (entry * entry_stride)[:, None] + pair
     cos = tl.load(at, mask=rotated, other=1.0)
     sin = tl.load(at + _ROPE_DIM // 2, mask=rotated, other=0.0)
     new_even, new_odd = rotate_pairs(float_of(even), float_of(odd), cos, sin)
@@ -663,7 +663,7 @@ def compress_norm_rope_store(
     if interpreted() and launch.columns is None:
         held = 1  # the interpreter pays per operation: one large tile
     columns = launch.columns or _columns_per_program(call, held)
-    if columns & (columns - 1) or not 1 <= columns <= call.head_dim:
+    if columns > call.head_dim:
         allowed = f"a power of two up to {call.head_dim}"
         raise ArgumentError("launch.columns", columns, allowed)
     if validate:

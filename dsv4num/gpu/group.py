@@ -241,6 +241,9 @@ def dequantize(
         given = f"shapes {list(codes.shape)} and {list(scale_codes.shape)}"
         allowed = f"codes of shape scale_codes.shape with the last axis times {chosen.group}"
         raise ArgumentError("codes", given, allowed, "3.5")
+    if codes.device != scale_codes.device:
+        allowed = f"{codes.device}, where codes is"
+        raise ArgumentError("scale_codes", f"device {scale_codes.device}", allowed)
     native = use_native(launch, codes.device)
     x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     groups = codes.numel() // chosen.group

@@ -50,7 +50,7 @@ def _insert_kernel(
     group = line % GROUPS
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < num_slots)
-    page, row = page_and_row(slot, kept, page_stride, RECORD)
+    page, row = page_and_row(slot, page_stride, RECORD)
     coded = kept & (group < RECORD.coded // RULE.group)
     dims = tl.arange(0, RULE.group)
     source = token[:, None] * k_stride + (group * RULE.group)[:, None] + dims[None, :]
@@ -62,7 +62,7 @@ def _insert_kernel(
         token = first + tl.arange(0, ROWS)
         slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
         kept = (slot >= 0) & (slot < num_slots)
-        page, row = page_and_row(slot, kept, page_stride, RECORD)
+        page, row = page_and_row(slot, page_stride, RECORD)
         if RECORD.raw > 0:
             byte = tl.arange(0, 2 * RECORD.raw)
             source = (token * k_stride + RECORD.coded)[:, None] * 2 + byte[None, :]
@@ -91,8 +91,7 @@ def _find_rows(
     inside = (index < length) & (position >= 0) & (column < table_width)
     page = tl.load(table_ptr + column, mask=inside, other=-1).to(tl.int64)
     inside &= (page >= 0) & (page < num_blocks)
-    row = tl.where(inside, position % RECORD.block_size, 0)
-    return inside, tl.where(inside, page, 0) * page_stride, row
+    return inside, page * page_stride, position % RECORD.block_size
 
 
 @triton.jit
@@ -124,7 +123,7 @@ def _gather_kernel(
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
     wanted = tl.load(gather_lens_ptr + request).to(tl.int64)
     length = tl.minimum(wanted, room)
-    if first >= length:
+    if (first >= length) | (seq_len < 0):
         return
     out_row = request * out_request_stride + offset * out_row_stride
     table_ptr += request * table_stride
@@ -243,7 +242,7 @@ def dequantize_and_gather_k_cache(
     untouched; `validate=True` looks first, which waits for the device, and raises the reference's
     error.
     """
-    cache = check_gather(
+    cache, offset = check_gather(
         describe("out", out),
         describe("k_cache", k_cache),
         describe("seq_lens", seq_lens),
@@ -257,7 +256,8 @@ def dequantize_and_gather_k_cache(
     native = use_native(launch, out.device)
     lengths = seq_lens if gather_lens is None else gather_lens
     if validate:
-        _validate_gather(seq_lens, lengths, block_table, out.shape[1], offset, cache)
+        name = "seq_lens" if gather_lens is None else "gather_lens"
+        _validate_gather(name, seq_lens, lengths, block_table, out.shape[1], offset, cache)
     requests, room = out.shape[0], out.shape[1] - offset
     if requests == 0 or room <= 0 or cache.num_blocks == 0 or block_table.shape[1] == 0:
         return
@@ -308,6 +308,7 @@ def _rows_per_program(layout: Layout) -> int:
 
 
 def _validate_gather(
+    name: str,
     seq_lens: torch.Tensor,
     lengths: torch.Tensor,
     table: torch.Tensor,
@@ -317,7 +318,6 @@ def _validate_gather(
 ) -> None:
     """Raises the reference's error for a length, position or page out of range (clause 6.2)."""
     host = torch.stack((seq_lens.long(), lengths.long())).cpu().tolist()
-    name = "seq_lens" if lengths is seq_lens else "gather_lens"
     room = max(out_rows - offset, 0)
     for request, length in enumerate(host[1]):
         if length > room:

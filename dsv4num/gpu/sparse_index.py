@@ -98,12 +98,13 @@ def _write_mapped(
     pages,
     BLOCK_SIZE: tl.constexpr,
     SPAN: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Writes the slots of the first `count` of `width` local indices, then -1; how many are slots."""
     found = tl.zeros((TILE,), tl.int32)
-    for start in range(0, columns, TILE):
-        c = start + tl.arange(0, TILE)
+    for tile in range(TILES):
+        c = tile * TILE + tl.arange(0, TILE)
         local = _load_first(local_ptr, c, count, width)
         column, row = _page_and_row(local, BLOCK_SIZE)
         slots = _looked_up(column, row, local >= 0, table_ptr, pages, SPAN)
@@ -120,11 +121,12 @@ def _write_spread(
     width,
     BLOCK_SIZE: tl.constexpr,
     SPAN: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Writes `width` given slots with their pages SPAN apart, then -1."""
-    for start in range(0, columns, TILE):
-        c = start + tl.arange(0, TILE)
+    for tile in range(TILES):
+        c = tile * TILE + tl.arange(0, TILE)
         given = tl.load(source_ptr + c, mask=c < width, other=-1)
         kept = (given >= 0) & (given <= _INT32_MAX)
         if SPAN == BLOCK_SIZE:
@@ -145,14 +147,15 @@ def _write_window(
     pages,
     BLOCK_SIZE: tl.constexpr,
     SPAN: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Writes the slots of the last `count` positions up to `pos`, then -1."""
-    first = tl.maximum(pos - count + 1, 0)
+    first = pos - count + 1  # below 0 only where the count is 0
     first_page = first // BLOCK_SIZE
     first_row = (first % BLOCK_SIZE).to(tl.uint32)
-    for start in range(0, columns, TILE):
-        c = start + tl.arange(0, TILE)
+    for tile in range(TILES):
+        c = tile * TILE + tl.arange(0, TILE)
         behind = first_row + c.to(tl.uint32)
         column = first_page + (behind // BLOCK_SIZE).to(tl.int64)
         slots = _looked_up(column, behind % BLOCK_SIZE, c < count, table_ptr, pages, SPAN)
@@ -173,6 +176,7 @@ def _global_kernel(
     requests,
     pages,
     BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -188,6 +192,7 @@ def _global_kernel(
         pages,
         BLOCK_SIZE,
         BLOCK_SIZE,
+        TILES,
         TILE,
     )
     valid = tl.load(valid_ptr + token)
@@ -206,7 +211,7 @@ def _starts_up_to(starts_ptr, origin, token, requests, FANOUT: tl.constexpr):
         start = tl.load(starts_ptr + at, mask=at <= requests, other=0).to(tl.int64)
         before = (at <= requests) & (_limited_sum(start, origin, 0, 0) <= token)
         found += tl.sum(before.to(tl.int32)) * part
-        unknown = tl.minimum(part - 1, requests + 1 - found)
+        unknown = part - 1
     return found
 
 
@@ -227,6 +232,7 @@ def _combine_kernel(
     N,
     RATIO: tl.constexpr,
     FANOUT: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -257,8 +263,8 @@ def _combine_kernel(
 
     rows_ptr += token * columns
     local_ptr += token * local_stride
-    for start in range(0, columns, TILE):
-        c = start + tl.arange(0, TILE)
+    for tile in range(TILES):
+        c = tile * TILE + tl.arange(0, TILE)
         local = _load_first(local_ptr, c, k, topk)
         named = (local >= 0) & (local < compressed)
         row = tl.where(named, local.to(tl.int32) + row_of_index, -1)
@@ -302,7 +308,9 @@ def _mixed_kernel(
     SPAN: tl.constexpr,
     RATIO: tl.constexpr,
     LOCAL: tl.constexpr,
+    SWA_TILES: tl.constexpr,
     SWA_TILE: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -315,7 +323,16 @@ def _mixed_kernel(
 
     if token < decode_tokens:
         swa_ptr += token * swa_stride
-        _write_spread(row_ptr, swa_width, swa_ptr, swa_width, SWA_BLOCK_SIZE, SWA_SPAN, SWA_TILE)
+        _write_spread(
+            row_ptr,
+            swa_width,
+            swa_ptr,
+            swa_width,
+            SWA_BLOCK_SIZE,
+            SWA_SPAN,
+            SWA_TILES,
+            SWA_TILE,
+        )
         given_ptr += token * given_stride
         if LOCAL:
             count = _write_mapped(
@@ -328,13 +345,14 @@ def _mixed_kernel(
                 pages,
                 BLOCK_SIZE,
                 SPAN,
+                TILES,
                 TILE,
             )
             if valid_ptr is not None:
                 count = tl.where(tl.load(valid_ptr + token), count, 0)
         else:
             _write_spread(
-                compressed_ptr, columns, given_ptr, given_width, BLOCK_SIZE, SPAN, TILE
+                compressed_ptr, columns, given_ptr, given_width, BLOCK_SIZE, SPAN, TILES, TILE
             )
             count = tl.full((), 0, tl.int32) + given_width
             if given_lens_ptr is not None:
@@ -363,11 +381,22 @@ def _mixed_kernel(
             swa_pages,
             SWA_BLOCK_SIZE,
             SWA_SPAN,
+            SWA_TILES,
             SWA_TILE,
         )
         local_ptr += (token - decode_tokens) * local_stride
         _write_mapped(
-            compressed_ptr, columns, local_ptr, k, topk, table_ptr, pages, BLOCK_SIZE, SPAN, TILE
+            compressed_ptr,
+            columns,
+            local_ptr,
+            k,
+            topk,
+            table_ptr,
+            pages,
+            BLOCK_SIZE,
+            SPAN,
+            TILES,
+            TILE,
         )
         tl.store(lens_ptr + token, swa_width + k)
 
@@ -402,6 +431,7 @@ def compute_global_topk_indices_and_lens(
     lens = torch.empty(tokens, dtype=torch.int32, device=topk_indices.device)
     if tokens == 0:
         return slots, lens
+    tiles, tile = _tiles(width)
     with device_of(topk_indices):
         _global_kernel[(tokens,)](
             slots,
@@ -416,7 +446,8 @@ def compute_global_topk_indices_and_lens(
             block_table.shape[0],
             block_table.shape[1],
             BLOCK_SIZE=rows,
-            TILE=_tile(width),
+            TILES=tiles,
+            TILE=tile,
             num_warps=launch.num_warps or 4,
             enable_fp_fusion=False,
         )
@@ -463,6 +494,7 @@ def combine_topk_swa_indices(
     lens = torch.empty(shape.tokens, dtype=torch.int32, device=topk_indices.device)
     if shape.tokens == 0:
         return rows, lens
+    tiles, tile = _tiles(columns)
     with device_of(topk_indices):
         _combine_kernel[(shape.tokens,)](
             rows,
@@ -480,7 +512,8 @@ def combine_topk_swa_indices(
             shape.compressed_rows,
             RATIO=shape.compress_ratio,
             FANOUT=128,
-            TILE=_tile(columns),
+            TILES=tiles,
+            TILE=tile,
             num_warps=launch.num_warps or 4,
             enable_fp_fusion=False,
         )
@@ -569,6 +602,8 @@ def build_flashinfer_mixed_sparse_indices(
     # No decode indices are given slots of width 0, so that their pointer is not used.
     given = decode_swa_indices if decode_compressed_indices is None else decode_compressed_indices
     local = decode_compressed_indices is not None and decode_compressed_indices_are_local
+    swa_tiles, swa_tile = _tiles(shape.swa_width)
+    tiles, tile = _tiles(4 * fours - shape.swa_width)
     with device_of(decode_swa_indices):
         _mixed_kernel[(tokens,)](
             slots,
@@ -604,8 +639,10 @@ def build_flashinfer_mixed_sparse_indices(
             SPAN=shape.compressed_span,
             RATIO=shape.compress_ratio,
             LOCAL=local,
-            SWA_TILE=_tile(shape.swa_width),
-            TILE=_tile(4 * fours - shape.swa_width),
+            SWA_TILES=swa_tiles,
+            SWA_TILE=swa_tile,
+            TILES=tiles,
+            TILE=tile,
             num_warps=launch.num_warps or 4,
             enable_fp_fusion=False,
         )
@@ -618,15 +655,19 @@ def _empty(like: torch.Tensor, tokens: int, columns: int) -> torch.Tensor:
     Raises:
         UnsupportedError: columns that the kernels cannot count in 32 bits.
     """
-    if columns > INT32_MAX - (1 << 16):
+    if tokens and columns > INT32_MAX - (1 << 16):
         raise UnsupportedError(f"rows of {columns} indices: the kernels count columns in 32 bits")
     return torch.empty((tokens, columns), dtype=torch.int32, device=like.device)
 
 
-def _tile(columns: int) -> int:
-    """Columns per step, a power of two; the interpreter pays per step, so more there."""
-    largest = 65536 if interpreted() else 1024
-    return max(128, min(triton.next_power_of_2(columns), largest))
+def _tiles(columns: int) -> tuple[int, int]:
+    """How many tiles a row has, and columns of each, a power of two.
+
+    Both are constants of a kernel, since rows of one model are of one width.
+    """
+    largest = 65536 if interpreted() else 1024  # the interpreter pays per tile
+    tile = max(128, min(triton.next_power_of_2(columns), largest))
+    return triton.cdiv(columns, tile), tile
 
 
 # Values out of range (clause 6.2), on request only. The reference looks at one token after another,
@@ -742,9 +783,7 @@ class _Faults:
             ),
         )
 
-    def spread(
-        self, step: int, given: torch.Tensor, block_size: int, span: int, name: str
-    ) -> None:
+    def spread(self, step: int, given: torch.Tensor, block_size: int, span: int, name: str) -> None:
         """Looks for slots that do not fit int32 before or after the span is applied."""
         line, column = torch.nonzero(given >= 0, as_tuple=True)
         slot = given[line, column].long()

@@ -126,12 +126,16 @@ def dequantize(
         1.03125
     """
     chosen = get_rule(rule)
-    values = decode(codes, chosen.element)
-    scales = decode(scale_codes, chosen.scale)
-    if codes.ndim == 0 or codes.shape != (*scales.shape[:-1], scales.shape[-1] * chosen.group):
-        given = f"shapes {list(codes.shape)} and {list(scales.shape)}"
+    for name, array in (("codes", codes), ("scale_codes", scale_codes)):
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint8:
+            given = getattr(array, "dtype", type(array).__name__)
+            raise ArgumentError(name, given, "uint8", "3.5")
+    wide = (*scale_codes.shape[:-1], *(n * chosen.group for n in scale_codes.shape[-1:]))
+    if codes.ndim == 0 or codes.shape != wide:
+        given = f"shapes {list(codes.shape)} and {list(scale_codes.shape)}"
         allowed = f"codes of shape scale_codes.shape with the last axis times {chosen.group}"
         raise ArgumentError("codes", given, allowed, "3.5")
+    values, scales = decode(codes, chosen.element), decode(scale_codes, chosen.scale)
     return apply_scales(values, scales, chosen.group)
 
 

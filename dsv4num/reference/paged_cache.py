@@ -68,7 +68,9 @@ def quantize_and_insert_k_cache(
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         records = encode_records(k[part], cache.layout)
-        write_records(records, k_cache, slot_mapping[part], block_size, layout=cache.layout)
+        write_records(
+            records, k_cache, slot_mapping[part], cache.block_size, layout=cache.layout
+        )
 
 
 def dequantize_and_gather_k_cache(
@@ -114,7 +116,7 @@ def dequantize_and_gather_k_cache(
         >>> out[0, 0, [0, 511]].view(np.uint16).tolist() == [0x4390, 0x4396]  # 288 and 300
         True
     """
-    cache = check_gather(
+    cache, offset = check_gather(
         describe("out", out),
         describe("k_cache", k_cache),
         describe("seq_lens", seq_lens),
@@ -138,7 +140,7 @@ def dequantize_and_gather_k_cache(
     for request, slots in enumerate(plan):
         for start in range(0, len(slots), CHUNK):
             part = slots[start : start + CHUNK]
-            records = read_records(k_cache, part, block_size, layout=cache.layout)
+            records = read_records(k_cache, part, cache.block_size, layout=cache.layout)
             first = offset + start
             out[request, first : first + len(part)] = decode_records(records, cache.layout)
 

@@ -19,7 +19,7 @@ Level = Literal["quick", "full"]
 Array = NDArray[Any]
 BF16 = ml_dtypes.bfloat16
 
-_GUARD = 256  # bytes before and after every array
+_GUARD = 65536  # bytes before and after every array: more than a page
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Case:
         restore: rows of outputs that the kernels skip: called with the expected views after the
             reference ran and with the untouched ones, to put the poison back.
         sweep: run under every launch configuration, not only the default one.
+        half: the returned values are bf16, not fp32.
         large: needs several gigabytes; runs on a GPU at level full only.
     """
 
@@ -48,6 +49,7 @@ class Case:
     reference: dict[str, Any] = field(default_factory=dict)
     restore: Callable[[dict[str, Array], dict[str, Array]], None] | None = None
     sweep: bool = False
+    half: bool = False
     large: bool = False
 
 
@@ -115,8 +117,10 @@ def any_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def wide_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Normal numbers, each row at its own magnitude between 2**-40 and 2**40."""
-    scales = np.ldexp(np.float32(1), rng.integers(-40, 41, (*shape[:-1], 1)))
+    """Normal numbers, each row at its own magnitude, 2**-8 to 2**8 or 2**-40 to 2**40."""
+    exponents = rng.integers(-40, 41, (*shape[:-1], 1))
+    exponents[::2] = rng.integers(-8, 9, exponents[::2].shape)
+    scales = np.ldexp(np.float32(1), exponents)
     rows: Array = (rng.standard_normal(shape).astype(np.float32) * scales).astype(BF16)
     return rows
 
@@ -134,7 +138,7 @@ def edge_bf16(rng: np.random.Generator, shape: tuple[int, ...], group: int = 16)
     amax = np.ldexp(qmax, exponent).astype(BF16)
     step = rng.integers(-1, 2, len(groups)).astype(np.int16)
     amax = (amax.view(np.int16) + step).view(BF16).astype(np.float32)
-    middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 1.0625, 17, 0.001953125, 136, 6, 0]
+    middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 1.0625, 1.1875, 19, 0.001953125, 152, 6, 0]
     fractions = rng.choice(np.array(middles, np.float32), groups.shape)
     fractions *= rng.choice(np.array([-1, 1], np.float32), groups.shape)
     groups[:] = np.ldexp(fractions, exponent[:, None])

@@ -52,9 +52,10 @@ def verify(arguments: argparse.Namespace) -> int:
     for name in arguments.op:
         if name not in OPERATIONS:
             raise ArgumentError("--op", repr(name), ", ".join(OPERATIONS))
-    for name in (*arguments.layout, *arguments.variant):
-        if name not in known:
-            raise ArgumentError("--variant", repr(name), ", ".join(sorted(known)))
+    for option, names in (("--layout", arguments.layout), ("--variant", arguments.variant)):
+        for name in names:
+            if name not in known:
+                raise ArgumentError(option, repr(name), ", ".join(sorted(known)))
     options = Options(
         device=device,
         level=arguments.level,
@@ -65,6 +66,9 @@ def verify(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         jobs=arguments.jobs or min(os.cpu_count() or 1, 8),
     )
+    chosen = (options.operations, options.variants, options.cases, options.paths)
+    if arguments.record and any(chosen):
+        raise ArgumentError("--record", "a part of the cases", "a run of everything")
     console = Console(width=None if os.isatty(1) else 120)
     found = report.environment(device)
     console.print("  ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
@@ -83,6 +87,9 @@ def verify(arguments: argparse.Namespace) -> int:
         task = bar.add_task("", total=total)
         rows = run(options, lambda text: bar.update(task, description=text, advance=1))
     seconds = time.perf_counter() - began
+    ran = sum(row.runs for row in rows)
+    if ran == 0:
+        raise ArgumentError("selection", "no case", "options that select at least one case")
     report.print_table(console, rows)
     whole = report.as_json(options, rows, found, seconds)
     for row in rows:
@@ -92,15 +99,12 @@ def verify(arguments: argparse.Namespace) -> int:
             console.print(
                 f"... and {len(row.failures) - 3} more runs of {row.operation} {row.variant}"
             )
-    ran = sum(row.runs for row in rows)
     verdict = f"{ran:,} runs, {whole['bytes']:,} bytes compared, {whole['mismatches']:,} mismatches"
     console.print(f"{verdict}, {seconds:.0f} s", style="red" if whole["mismatches"] else "green")
     if arguments.json:
         arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
     if arguments.record:
         console.print(f"recorded in {report.write_record(arguments.record, whole)}")
-    if ran == 0:
-        raise ArgumentError("selection", "no case", "options that select at least one case")
     return 1 if whole["mismatches"] else 0
 
 

@@ -6,13 +6,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4num.formats import FP32, FloatFormat
+from dsv4num.formats import FP32
 from dsv4num.reference import decode
 from dsv4num.verify.case import Case
 from dsv4num.verify.operations import Operation, Place
 
 #: A mismatch report has at most this many lines.
 MAX_LINES = 20
+_SAMPLE = 2048
 
 
 def differing_bytes(expected: NDArray[np.uint8], observed: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -41,31 +42,44 @@ def explain_mismatch(
         fill: the poison that the output held before, if any.
     """
     where = differing_bytes(expected, observed)
-    lines = [f"{output}: {len(where)} of {len(expected)} bytes differ"]
-    seen: set[int] = set()
-    places: list[Place] = []
-    for byte in where:
-        place = operation.locate(case, output, int(byte), start)
-        if place.first in seen:
-            continue
-        seen.add(place.first)
-        places.append(place)
-        if len(places) > 4096:
-            break
-    for place in places[: MAX_LINES - 5]:
+    lines = [f"{output}: {len(where):,} bytes differ"]
+    places = _places(operation, case, output, start, where)
+    shown = _choose(places)
+    for place in shown:
         want = expected[place.first : place.first + place.nbytes]
         got = observed[place.first : place.first + place.nbytes]
-        lines.append(
-            f"  {place.text}: expected {_code(want, place.format)}, got {_code(got, place.format)}"
-        )
-    if len(places) > MAX_LINES - 5:
-        lines.append(f"  ... {len(places) - (MAX_LINES - 5)} more codes")
+        lines.append(f"  {place.text}: expected {_code(want, place)}, got {_code(got, place)}")
+    if len(places) > len(shown):
+        lines.append("  ... and more")
     lines.append("  likely: " + _reason(places, expected, observed, fill))
     return lines
 
 
-def _code(stored: NDArray[np.uint8], fmt: FloatFormat | None) -> str:
+def _places(
+    operation: Operation, case: Case, output: str, start: int, where: NDArray[np.int64]
+) -> list[Place]:
+    """The places of the differing bytes; of many, the first ones and others spread over the rest."""
+    if len(where) > 2 * _SAMPLE:
+        spread = np.linspace(_SAMPLE, len(where) - 1, _SAMPLE).astype(np.int64)
+        where = np.concatenate([where[:_SAMPLE], where[spread]])
+    found: dict[int, Place] = {}
+    for byte in where:
+        place = operation.locate(case, output, int(byte), start)
+        found.setdefault(place.first, place)
+    return list(found.values())
+
+
+def _choose(places: list[Place]) -> list[Place]:
+    """The places to show: the first ones, and at least one of every kind."""
+    room = MAX_LINES - 5
+    firsts = {place.kind: place for place in reversed(places)}
+    chosen = list(firsts.values()) + [p for p in places if p is not firsts[p.kind]]
+    return sorted(chosen[:room], key=lambda place: place.first)
+
+
+def _code(stored: NDArray[np.uint8], place: Place) -> str:
     """A code in hex and decoded."""
+    fmt = place.format
     text = "0x" + stored[::-1].tobytes().hex().upper()
     if fmt is None:
         return text
@@ -73,10 +87,21 @@ def _code(stored: NDArray[np.uint8], fmt: FloatFormat | None) -> str:
         return f"{text} = {stored.view('<f4')[0]:.9g}"
     if fmt.width == 16:
         return f"{text} = {float(stored.view('<u2').view(ml_dtypes.bfloat16)[0]):.9g}"
-    if fmt.width == 4:
+    if place.packed:
         low, high = decode(np.array([stored[0] & 15, stored[0] >> 4], np.uint8), fmt)
         return f"{text} = ({low:g}, {high:g})"
+    if int(stored[0]) >= fmt.codes:
+        return text
     return f"{text} = {decode(stored, fmt)[0]:.9g}"
+
+
+def _whole_codes(buffer: NDArray[np.uint8], places: list[Place]) -> NDArray[np.int64]:
+    """The codes at the places as integers; of two packed codes, one after the other."""
+    codes = []
+    for place in places:
+        code = int.from_bytes(buffer[place.first : place.first + place.nbytes].tobytes(), "little")
+        codes += [code & 15, code >> 4] if place.packed else [code]
+    return np.array(codes, np.int64)
 
 
 def _reason(
@@ -87,12 +112,16 @@ def _reason(
 ) -> str:
     """The likeliest reason, from what kinds of byte differ and how."""
     kinds = {place.kind for place in places}
-    first = np.array([place.first for place in places])
-    want, got = expected[first].astype(np.int16), observed[first].astype(np.int16)
+    want, got = _whole_codes(expected, places), _whole_codes(observed, places)
     if kinds == {"unowned"}:
         return "a write outside the rows that the operation owns"
-    if fill is not None and bool((got == fill).all()):
-        return "bytes that were never written (the poison is still there)"
+    if fill is not None:
+        poison = np.full_like(expected, fill)
+        untouched = _whole_codes(poison, places)
+        if bool((got == untouched).all()):
+            return "bytes that were never written (the poison is still there)"
+        if bool((want == untouched).all()):
+            return "bytes written where the oracle writes nothing"
     if kinds == {"pad"}:
         return "padding not written with its pad value"
     if kinds == {"scale"}:
@@ -101,14 +130,15 @@ def _reason(
         return f"the scale is chosen differently{one}, and the elements do not follow it"
     if "scale" in kinds:
         return "the scale is chosen differently, and the elements follow it"
-    if all(place.format is not None and place.format.width == 4 for place in places):
-        swapped = ((want & 15) << 4) | (want >> 4)
-        if bool((swapped == got).all()):
-            return "nibbles swapped"
-        low, high = (got & 15) - (want & 15), (got >> 4) - (want >> 4)
-        steps = np.concatenate([low, high])
-    else:
-        steps = got - want
-    if bool((np.abs(steps) <= 1).all()):
+    if all(place.packed for place in places) and bool(
+        (want.reshape(-1, 2) == got.reshape(-1, 2)[:, ::-1]).all()
+    ):
+        return "nibbles swapped"
+    formats = {place.format for place in places}
+    if len(formats) == 1 and (fmt := formats.pop()) is not None and fmt.signed:
+        differs = want != got
+        if bool((((want | got)[differs] & (fmt.sign_code - 1)) == 0).all()):
+            return "the sign of zero"
+    if bool((np.abs(got - want) <= 1).all()):
         return "rounding: every difference is one code (a tie rule, or one rounding too many)"
     return "not recognised"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dsv4num.arguments import check_cache
 from dsv4num.arguments.compressor import COMPRESS_LAYOUTS, LATENT_LAYOUTS
-from dsv4num.formats import FP32, LAYOUTS, RULES, SCALARS, FloatFormat, get_scalar
+from dsv4num.formats import FP32, LAYOUTS, RULES, SCALARS, FloatFormat, get_rule, get_scalar
 from dsv4num.reference.record import describe
 from dsv4num.verify.case import Case, Level
-from dsv4num.verify.cases import arithmetic, compressor, group, paged_cache, scalar
+from dsv4num.verify.cases import arithmetic, compressor, group, paged_cache, scalar, sparse_index
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Place:
         format: the format of the code that holds the byte, if it has one.
         first: the byte of the buffer where that code starts.
         nbytes: the bytes of that code.
+        packed: whether the byte holds two codes of four bits.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Place:
     format: FloatFormat | None
     first: int
     nbytes: int
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def locate_in_cache(case: Case, name: str, byte: int, start: int) -> Place:
             if field.kind in ("codes", "raw"):
                 meaning += f" (dim {field.dims[0] + element})"
             text = f"page {page} slot {slot} row {row} {meaning}"
-            return Place(text, field.kind, field.format, byte - into % size, size)
+            return Place(text, field.kind, field.format, byte - into % size, size, per_byte == 2)
     return Place(f"page {page} byte {offset}, owned by no row", "unowned", None, byte, 1)
 
 
@@ -119,15 +121,40 @@ def locate_in_output(case: Case, name: str, byte: int, start: int) -> Place:
 
 def locate_in_array(case: Case, name: str, byte: int, start: int) -> Place:
     """The place of a byte of a returned array, which is contiguous."""
-    if name == "scale_codes" or "amax" in case.arguments:
-        return Place(f"{name}[{byte}]", "scale", None, byte, 1)
-    fmt = case.arguments.get("fmt")
-    if fmt == "bf16" and name == "codes":
-        return Place(f"{name}[{byte // 2}]", "value", get_scalar(fmt), byte - byte % 2, 2)
+    fmt, rule = case.arguments.get("fmt"), case.arguments.get("rule")
+    if name == "scale_codes":
+        return Place(f"{name}[{byte}]", "scale", get_rule(case.arguments["rule"]).scale, byte, 1)
     if name in ("x", "y"):
-        return Place(f"{name}[{byte // 4}]", "value", FP32, byte - byte % 4, 4)
-    chosen = get_scalar(fmt) if fmt else None
-    return Place(f"{name}[{byte}]", "codes", chosen, byte, 1)
+        element, size = (get_scalar("bf16"), 2) if case.half else (FP32, 4)
+        return Place(f"{name}[{byte // size}]", "value", element, byte - byte % size, size)
+    if fmt == "bf16":
+        return Place(f"{name}[{byte // 2}]", "value", get_scalar(fmt), byte - byte % 2, 2)
+    element = get_rule(rule).element if rule else get_scalar(fmt or "e2m1")
+    return Place(f"{name}[{byte}]", "codes", element, byte, 1, packed=name == "packed")
+
+
+def locate_in_indices(case: Case, name: str, byte: int, start: int) -> Place:
+    """The place of a byte of the rows of indices, or of the lengths, of a sparse index builder."""
+    entry = byte // 4
+    if name == "lens":
+        return Place(f"token {entry} length", "value", None, 4 * entry, 4)
+    given = case.arguments
+    if "M" in given:  # SPEC 5.8
+        columns = -(-(given["topk"] + given["window_size"]) // 128) * 128
+        token, column = divmod(entry, columns)
+        meaning = "compressed or window"
+    elif "swa_block_size" in given:  # SPEC 5.9
+        decode = given["decode_compressed_indices"]
+        width = max(given["topk"], 0 if decode is None else decode.shape[1])
+        window = given["decode_swa_indices"].shape[1]
+        token, column = divmod(entry, window - (-width // 4) * 4)
+        kind = "decode" if token < len(given["decode_swa_indices"]) else "prefill"
+        part = f"window[{column}]" if column < window else f"compressed[{column - window}]"
+        meaning = f"{kind} {part}"
+    else:  # SPEC 5.7
+        token, column = divmod(entry, given["topk_indices"].shape[1])
+        meaning = f"index {given['topk_indices'][token, column]}"
+    return Place(f"token {token} column {column}, {meaning}", "value", None, 4 * entry, 4)
 
 
 _LAYOUTS = tuple(LAYOUTS)
@@ -167,6 +194,9 @@ OPERATIONS = {
         Operation("inv_rms", ("fp32",), arithmetic.inv_rms_cases, locate_in_array, "1.4", ("y",)),
         Operation("rms_norm", ("fp32",), arithmetic.rms_norm_cases, locate_in_array, "1.4", ("y",)),
         Operation(
+            "round_bf16", ("fp32",), arithmetic.round_bf16_cases, locate_in_array, "1.5", ("y",)
+        ),
+        Operation(
             "rotate_gptj", ("fp32",), arithmetic.rotate_cases, locate_in_array, "5.5", ("y",)
         ),
         Operation(
@@ -196,6 +226,30 @@ OPERATIONS = {
             compressor.ring_cases,
             locate_in_output,
             "5.10",
+        ),
+        Operation(
+            "compute_global_topk_indices_and_lens",
+            ("bs1", "bs16", "bs20", "bs64", "bs128"),
+            sparse_index.global_topk_cases,
+            locate_in_indices,
+            "5.7",
+            ("indices", "lens"),
+        ),
+        Operation(
+            "combine_topk_swa_indices",
+            ("ratio0", "ratio1", "ratio2", "ratio4", "ratio128"),
+            sparse_index.combine_cases,
+            locate_in_indices,
+            "5.8",
+            ("indices", "lens"),
+        ),
+        Operation(
+            "build_flashinfer_mixed_sparse_indices",
+            ("absent", "global", "global_lens", "local", "window_only"),
+            sparse_index.mixed_cases,
+            locate_in_indices,
+            "5.9",
+            ("indices", "lens"),
         ),
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -98,10 +99,11 @@ def run(options: Options, progress: Callable[[str], None] = lambda text: None) -
         return [row for rows in found for row in rows]
     # Each process imports triton anew, with the environment that chose the interpreter or the GPU.
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(run_pair, options, *pair): pair for pair in pairs}
+        # The registry ends with the operations that take longest: they start first.
+        futures = {pool.submit(run_pair, options, *pair): pair for pair in reversed(pairs)}
         for future in as_completed(futures):
             progress(" ".join(futures[future]))
-        return [row for future in futures for row in future.result()]
+        return [row for future in reversed(futures) for row in future.result()]
 
 
 def run_pair(options: Options, name: str, variant: str) -> list[Row]:
@@ -114,7 +116,13 @@ def run_pair(options: Options, name: str, variant: str) -> list[Row]:
             continue
         if case.large and options.device != "cuda":
             continue
-        run_case(operation, variant, case, options, rows)
+        try:
+            run_case(operation, variant, case, options, rows)
+        except Exception:  # one case that cannot run must not hide the others
+            lines = traceback.format_exc().splitlines()[-3:]
+            for row in rows.values():
+                row.mismatches += 1
+                row.failures.append([f"{name} {variant}, case '{case.name}' did not run", *lines])
     return list(rows.values())
 
 

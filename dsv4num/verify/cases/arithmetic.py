@@ -64,3 +64,13 @@ def rotate_cases(_: str, level: Level, seed: int) -> Iterator[Case]:
     near[:, 0::2] = x[:, 0::2] * sin
     near[:, 1::2] = x[:, 0::2] * cos
     yield Case("cancelling", {"x": place(near), "cos": place(cos), "sin": place(sin)})
+
+
+def round_bf16_cases(_: str, level: Level, seed: int) -> Iterator[Case]:
+    """Cases of `round_bf16`."""
+    rng = generator(seed, "round_bf16")
+    many = 1 << (24 if level == "full" else 17)
+    bits = rng.integers(0, 1 << 32, many, dtype=np.uint32)
+    yield Case("any bits", {"x": place(bits.view(np.float32))}, half=True)
+    ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | np.uint32(0x8000)
+    yield Case("ties", {"x": place(ties.view(np.float32))}, half=True)

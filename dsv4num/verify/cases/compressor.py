@@ -97,8 +97,7 @@ def _scene(
         chosen, numbers = numbers[: len(blocks)], numbers[len(blocks) :]
         table[request, blocks.start : blocks.stop] = chosen
         positions = np.arange(max(0, requests[request][0] - window), ends[request])
-        at = table[request, positions // rows], positions % rows
-        state[at] = np.concatenate(
+        state[table[request, positions // rows], positions % rows] = np.concatenate(
             [_kv(rng, len(positions), width, plain), _scores(rng, len(positions), width, plain)],
             axis=1,
         )
@@ -315,7 +314,7 @@ def ring_cases(variant: str, level: Level, seed: int) -> Iterator[Case]:
     ) -> Case:
         counts = [count for _, count in chunks]
         owner = np.repeat(np.arange(len(chunks)), counts)
-        at = np.concatenate([np.arange(first, first + count) for first, count in chunks] or [[]])
+        at = np.concatenate([np.arange(first, first + count) for first, count in chunks])
         blocks = rng.permutation(len(chunks) + 2)[owner]
         slots = (blocks * capacity + at % capacity).astype(np.int64)
         slots[:hidden] = -1
