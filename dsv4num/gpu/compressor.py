@@ -297,7 +297,22 @@ def _finish(
     _store_row(row, slot, cache_ptr, page_stride, RECORD, RULE, NATIVE)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "requests_ptr",
+        "positions_ptr",
+        "slots_ptr",
+        "table_ptr",
+        "kv_slots_ptr",
+        "tokens",
+        "num_requests",
+        "table_stride",
+        "table_width",
+        "num_state_blocks",
+        "max_position",
+        "num_slots",
+    ]
+)
 def _compress_kernel(
     state_ptr,
     requests_ptr,
@@ -363,7 +378,7 @@ def _compress_kernel(
         found = _next(index, wanted, found, TOKENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "tokens", "num_slots"])
 def _save_states_kernel(
     kv_ptr,
     score_ptr,
@@ -406,7 +421,7 @@ def _save_states_kernel(
     tl.store(target + WIDTH, bits.to(tl.int32, bitcast=True), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "tokens", "max_position", "num_slots"])
 def _rope_quant_kernel(
     latent_ptr,
     positions_ptr,
@@ -464,7 +479,17 @@ def _rope_quant_kernel(
         store_pad(cache_ptr, page, row, kept & (group == 0), RECORD)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "positions_ptr",
+        "slots_ptr",
+        "starts_ptr",
+        "requests_ptr",
+        "tokens",
+        "num_requests",
+        "num_slots",
+    ]
+)
 def _publish_kernel(
     kv_score_ptr,
     positions_ptr,
@@ -521,7 +546,17 @@ def _publish_kernel(
         tl.store((out_ptr + token * out_stride + column)[None, :], halves)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "positions_ptr",
+        "slots_ptr",
+        "starts_ptr",
+        "requests_ptr",
+        "tokens",
+        "num_requests",
+        "num_slots",
+    ]
+)
 def _remember_kernel(
     kv_score_ptr,
     positions_ptr,

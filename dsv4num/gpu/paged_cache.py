@@ -27,7 +27,7 @@ from dsv4num.gpu.scalar import (
 __all__ = ["dequantize_and_gather_k_cache", "quantize_and_insert_k_cache"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_ptr", "tokens", "num_slots"])
 def _insert_kernel(
     k_ptr,
     cache_ptr,
@@ -94,7 +94,19 @@ def _find_rows(
     return inside, page * page_stride, position % RECORD.block_size
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "seq_lens_ptr",
+        "gather_lens_ptr",
+        "table_ptr",
+        "table_stride",
+        "table_width",
+        "num_blocks",
+        "room",
+        "offset",
+        "requests",
+    ]
+)
 def _gather_kernel(
     out_ptr,
     cache_ptr,

@@ -162,7 +162,9 @@ def _write_window(
         tl.store(target_ptr + c, slots, mask=c < columns)
 
 
-@triton.jit(do_not_specialize=["requests", "pages"])
+@triton.jit(
+    do_not_specialize=["request_ptr", "table_ptr", "valid_ptr", "table_stride", "requests", "pages"]
+)
 def _global_kernel(
     slots_ptr,
     lens_ptr,
@@ -215,7 +217,9 @@ def _starts_up_to(starts_ptr, origin, token, requests, FANOUT: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["requests", "M", "N"])
+@triton.jit(
+    do_not_specialize=["starts_ptr", "seq_lens_ptr", "gather_lens_ptr", "requests", "M", "N"]
+)
 def _combine_kernel(
     rows_ptr,
     lens_ptr,
@@ -273,7 +277,24 @@ def _combine_kernel(
     tl.store(lens_ptr + token, k + count)
 
 
-@triton.jit(do_not_specialize=["decode_tokens", "requests", "swa_pages", "pages"])
+@triton.jit(
+    do_not_specialize=[
+        "given_lens_ptr",
+        "valid_ptr",
+        "starts_ptr",
+        "seq_lens_ptr",
+        "replay_ptr",
+        "request_ptr",
+        "swa_table_ptr",
+        "table_ptr",
+        "swa_table_stride",
+        "table_stride",
+        "decode_tokens",
+        "requests",
+        "swa_pages",
+        "pages",
+    ]
+)
 def _mixed_kernel(
     slots_ptr,
     lens_ptr,

@@ -212,8 +212,10 @@ def _run_device(
 def _with_returned(result: _Result, operation: Operation, returned: Any) -> _Result:
     values = returned if isinstance(returned, tuple) else (returned,)
     for name, value in zip(operation.returns, values, strict=False):
-        array = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
-        result.buffers["-> " + name] = np.ascontiguousarray(array).view(np.uint8).ravel()
+        if isinstance(value, torch.Tensor):
+            value = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+            value = value.cpu().numpy()
+        result.buffers["-> " + name] = np.ascontiguousarray(value).view(np.uint8).ravel()
         result.starts["-> " + name] = 0
     return result
 

@@ -385,8 +385,14 @@ def mixed_cases(variant: str, level: Level, seed: int) -> Iterator[Case]:
         "int32 views", 2, [3], shift=1, window=3, wide=4, topk=7, width=6, size=1, swa_size=1
     )
     for columns in (1, 2, 3):
-        odd = dict(window=columns, topk=columns, width=1, wide=1)
-        yield case(f"{columns} columns", 1, [2], **odd, sweep=columns == 3)
+        yield case(
+            *(f"{columns} columns", 1, [2]),
+            window=columns,
+            topk=columns,
+            width=1,
+            wide=1,
+            sweep=columns == 3,
+        )
     yield case("indices wider than top-k", 2, [2], topk=5, width=18, window=9)
     lens = int64([1, 2, 0])
     yield case(
