@@ -847,11 +847,13 @@ def pool_ring_latent(
     latent_out: torch.Tensor,
     *,
     compress_ratio: int,
+    validate: bool = False,
     launch: Launch = Launch(),
 ) -> None:
     """See `dsv4num.reference.pool_ring_latent`: the same bits, on torch tensors.
 
-    A token whose slot, request or position is out of range is skipped. The ring is read by one kernel
+    A token whose slot, request or position is out of range is skipped; `validate=True` raises the
+    reference's error instead, which waits for the device. The ring is read by one kernel
     and written by the next, so that no read can see a row of the same call.
     """
     ring = check_pool_ring_latent(
@@ -868,6 +870,8 @@ def pool_ring_latent(
     )
     native = use_native(launch, kv_score.device)
     tokens, requests = slot_mapping.shape[0], query_start_loc.shape[0] - 1
+    if validate:
+        _validate.ring(positions, slot_mapping, query_start_loc, token_to_req_indices, ring)
     if tokens == 0 or (ring is not None and ring.num_blocks == 0):
         return
     state = kv_score if ring is None or state_cache is None else state_cache

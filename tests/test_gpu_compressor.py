@@ -1,0 +1,149 @@
+"""The compressor's kernels in the interpreter: recorded bytes, and errors equal to the reference's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import test_compressor as oracle
+from test_recorded_bytes import FILE as GOLDENS
+
+import dsv4num.reference
+from dsv4num import Dsv4numError, ValueRangeError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import dsv4num.gpu  # noqa: E402  (only where torch is)
+from dsv4num.gpu import Launch  # noqa: E402
+
+OUTPUTS = ("state_cache", "kv_cache", "latent_out")
+TABLES = {
+    "save_partial_states": (oracle.states_arguments, oracle.STATES_ERRORS),
+    "compress_norm_rope_store": (oracle.compress_arguments, oracle.COMPRESS_ERRORS),
+    "rope_quant_insert": (oracle.rope_arguments, oracle.ROPE_ERRORS),
+    "pool_ring_latent": (oracle.ring_arguments, oracle.RING_ERRORS),
+}
+BAD = [
+    pytest.param(operation, index, id=f"{operation}-{entry[0]}-{entry[3]}-{index}")
+    for operation, (_, table) in TABLES.items()
+    for index, entry in enumerate(table)
+]
+
+
+def tensor(value: Any) -> Any:
+    """A NumPy array as a tensor with the same strides, inside a buffer of its own."""
+    if not isinstance(value, np.ndarray):
+        return value
+    bits = value.dtype == ml_dtypes.bfloat16
+    plain = value.view(np.int16) if bits else value
+    strides = [stride // value.itemsize for stride in value.strides]
+    extent = sum((n - 1) * abs(s) for n, s in zip(value.shape, strides, strict=True)) + 1
+    kind = torch.from_numpy(np.zeros(1, plain.dtype)).dtype
+    if value.size == 0:
+        made = torch.zeros(value.shape, dtype=kind)
+    else:
+        made = torch.zeros(extent, dtype=kind).as_strided(value.shape, strides)
+    made.copy_(torch.from_numpy(np.ascontiguousarray(plain)))
+    return made.view(torch.bfloat16) if bits else made
+
+
+def raw(value: Any) -> Any:
+    """The bytes of a tensor's elements."""
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def can_be_a_tensor(value: Any) -> bool:
+    """Torch has no read-only tensors, no negative strides, and fewer dtypes."""
+    if not isinstance(value, np.ndarray):
+        return True
+    known = value.dtype == ml_dtypes.bfloat16 or value.dtype.name in (
+        *("uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "bool"),
+    )
+    return known and value.flags.writeable and all(stride >= 0 for stride in value.strides)
+
+
+def plain(text: str) -> str:
+    """An error's text without the names of either array library."""
+    text = re.sub(r"numpy\.ndarray|torch\.Tensor|ndarray|Tensor", "array", text)
+    return text.replace("numpy.", "").replace("torch.", "")
+
+
+@pytest.mark.parametrize(("operation", "index"), BAD)
+def test_the_errors_are_the_reference_s(operation: str, index: int) -> None:
+    make, table = TABLES[operation]
+    name, change, _, _ = table[index]
+    arguments = make()
+    arguments[name] = change(arguments)
+    if not all(can_be_a_tensor(value) for value in arguments.values()):
+        # Nothing to compare: the reference's own test covers it.
+        assert not isinstance(arguments[name], int | float | str)
+        return
+    tensors = {key: tensor(value) for key, value in arguments.items()}
+    before = {key: tensors[key].clone() for key in OUTPUTS if hasattr(tensors.get(key), "clone")}
+    with pytest.raises(Dsv4numError) as wanted:
+        getattr(dsv4num.reference, operation)(**arguments)
+    with pytest.raises(type(wanted.value)) as found:
+        getattr(dsv4num.gpu, operation)(**tensors, validate=True)
+    assert plain(str(found.value)) == plain(str(wanted.value))
+    for key, then in before.items():
+        assert torch.equal(raw(tensors[key]), raw(then)), key
+    if isinstance(wanted.value, ValueRangeError):  # without a look, the kernels skip, in bounds
+        getattr(dsv4num.gpu, operation)(**tensors)
+
+
+@pytest.mark.parametrize("launch", [Launch(), Launch(rows=2, columns=128)], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("compress_csa", "v4"),
+        ("compress_hca", "v4"),
+        ("compress_hca2", "v4"),
+        ("compress_idx8", "indexer_fp8"),
+    ],
+)
+def test_recorded_bytes(case: str, layout: str, launch: Launch) -> None:
+    if launch.columns == 128 and layout == "indexer_fp8":
+        launch = Launch(rows=2, columns=64)
+
+    def given(name: str) -> Any:
+        return GOLDENS[f"{case}/{name}"]
+
+    names = ("state_cache", "token_to_req_indices", "positions", "slot_mapping", "block_table")
+    cache = torch.full(given("cache").shape, int(given("fill")), dtype=torch.uint8)
+    weight = torch.from_numpy(given("rms_norm_weight_bf16").view(np.int16)).view(torch.bfloat16)
+    dsv4num.gpu.compress_norm_rope_store(
+        *(torch.from_numpy(given(name)) for name in (*names, "cos_sin_cache")),
+        cache,
+        torch.from_numpy(given("kv_slot_mapping")),
+        weight,
+        float(given("rms_norm_eps")),
+        compress_ratio=int(given("compress_ratio")),
+        overlap=int(given("overlap")),
+        layout=layout,
+        kv_block_size=int(given("kv_block_size")),
+        validate=True,
+        launch=launch,
+    )
+    assert np.array_equal(cache.numpy(), given("cache"))
+
+
+@pytest.mark.parametrize("case", ["save_states_csa", "save_states_hca"])
+def test_recorded_states(case: str) -> None:
+    def given(name: str) -> Any:
+        return GOLDENS[f"{case}/{name}"]
+
+    state = torch.full(given("state_cache").shape, float(given("fill")))
+    names = ("kv", "score", "ape", "positions")
+    dsv4num.gpu.save_partial_states(
+        *(torch.from_numpy(given(name)) for name in names),
+        state,
+        torch.from_numpy(given("slot_mapping")),
+        compress_ratio=int(given("compress_ratio")),
+        validate=True,
+    )
+    assert state.numpy().tobytes() == given("state_cache").tobytes()
