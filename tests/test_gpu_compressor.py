@@ -35,20 +35,12 @@ BAD = [
 
 
 def tensor(value: Any) -> Any:
-    """A NumPy array as a tensor with the same strides, inside a buffer of its own."""
+    """A NumPy array as a tensor over the same memory."""
     if not isinstance(value, np.ndarray):
         return value
-    bits = value.dtype == ml_dtypes.bfloat16
-    plain = value.view(np.int16) if bits else value
-    strides = [stride // value.itemsize for stride in value.strides]
-    extent = sum((n - 1) * abs(s) for n, s in zip(value.shape, strides, strict=True)) + 1
-    kind = torch.from_numpy(np.zeros(1, plain.dtype)).dtype
-    if value.size == 0:
-        made = torch.zeros(value.shape, dtype=kind)
-    else:
-        made = torch.zeros(extent, dtype=kind).as_strided(value.shape, strides)
-    made.copy_(torch.from_numpy(np.ascontiguousarray(plain)))
-    return made.view(torch.bfloat16) if bits else made
+    if value.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(value)
 
 
 def raw(value: Any) -> Any:

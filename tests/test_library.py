@@ -22,6 +22,9 @@ from test_gpu_paged_cache import as_tensors  # noqa: E402  (only where torch is)
 from dsv4num import gpu  # noqa: E402
 from dsv4num.gpu import library  # noqa: E402
 
+#: The compiler behind torch.compile uses what Python and torch have deprecated, in some versions.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
 Call = tuple[list[Any], dict[str, Any]]
 #: The arguments that an operator writes, by position.
 WRITTEN = {
