@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import dsv4num.reference
 from dsv4num import LAYOUTS, SPEC_VERSION, ArgumentError, __version__, get_layout
 from dsv4num.cli import main
 from dsv4num.reference import encode_records, write_records
@@ -181,8 +182,32 @@ def test_readme_shows_what_the_command_prints(capsys):
 
 
 def test_readme_examples():
-    """The Python blocks of README.md run from top to bottom and answer what they show."""
-    text = "".join(readme_blocks("python"))
+    """The Python blocks with prompts run from top to bottom and answer what they show."""
+    text = "".join(block for block in readme_blocks("python") if ">>>" in block)
     examples = doctest.DocTestParser().get_doctest(text, {}, "README.md", "README.md", 0)
     assert len(examples.examples) > 10
     assert doctest.DocTestRunner(verbose=False).run(examples).failed == 0
+
+
+def test_readme_code_for_a_gpu():
+    """Blocks without prompts need a GPU; but what they import exists, and what they make is valid."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    blocks = [block for block in readme_blocks("python") if ">>>" not in block]
+    assert len(blocks) == 2
+    for block in blocks:
+        exec("".join(line for line in block.splitlines(True) if not line.startswith("print(")), {})
+
+
+def test_readme_names_every_operation():
+    """The table of operations has those of SPEC section 5, with their clauses."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("## The operations")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|.*\| (5\.\d+) \|$", table, re.MULTILINE)
+    assert [clause for _, clause in rows] == [f"5.{i}" for i in range(1, 11)]
+    spec = (ROOT / "SPEC.md").read_text(encoding="utf-8")
+    for names, clause in rows:
+        section = spec.split(f"\n### {clause} ")[1].split("\n### ")[0]
+        for name in re.findall(r"`(\w+)`", names):
+            assert callable(getattr(dsv4num.reference, name))
+            assert f"`{name}" in section

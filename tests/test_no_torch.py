@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import ml_dtypes
+import numpy
 import pytest
 
 import dsv4num
@@ -50,6 +52,25 @@ assert cache[0, 36288] == 0x78 and cache[0, 37368:37376].tolist() == [0x77] * 7 
 assert not {"torch", "triton"} & {name.split(".")[0] for name in sys.modules}
 print("served", dsv4num.SPEC_VERSION)
 """
+
+
+def test_insert_in_an_environment_without_torch(tmp_path: Path) -> None:
+    """An interpreter that has NumPy, ml_dtypes and this package to import, and nothing else."""
+    for package in (numpy, ml_dtypes):
+        home = Path(str(package.__file__)).parent
+        for part in (home, home.with_name(f"{home.name}.libs")):
+            if part.exists():
+                (tmp_path / part.name).symlink_to(part)
+    (tmp_path / "dsv4num").symlink_to(PACKAGE)
+    there = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    absent = "import importlib.util as u; assert not (u.find_spec('torch') or u.find_spec('rich'))\n"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", there + absent + HOOK],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("served")
 
 
 def test_insert_without_torch_and_triton() -> None:

@@ -135,8 +135,9 @@ def print_targets(console: Console, folder: Path) -> None:
         env = record["environment"]
         stale = stale_sources(record)
         state = f"[yellow]STALE[/]: changed since: {', '.join(stale)}" if stale else "current"
+        where = f"executed on {env['gpu']}" if "gpu" in env else "interpreted on a CPU"
         console.print(
-            f"[bold]{env['arch']}[/]  executed on {env.get('gpu', 'no GPU')}, {record['date'][:10]}, "
+            f"[bold]{env['arch']}[/]  {where}, {record['date'][:10]}, "
             f"triton {env['triton']}, torch {env['torch']}, driver {env.get('driver', '-')}"
         )
         paths = sorted({row["path"] for row in record["ran"]})
