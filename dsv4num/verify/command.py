@@ -22,7 +22,7 @@ def add_verify(subparsers: Any) -> None:
     parser.add_argument("--level", choices=("quick", "full"), default="quick")
     parser.add_argument("--op", action="append", default=[], help="operation (may be repeated)")
     parser.add_argument("--layout", action="append", default=[], help="layout; the same as --variant")
-    parser.add_argument("--variant", action="append", default=[], help="layout, format, rule or mode (may be repeated)")
+    parser.add_argument("--variant", action="append", default=[], help="layout, format, rule or mode")
     parser.add_argument("--case", action="append", default=[], help="case name (may be repeated)")
     parser.add_argument("--path", action="append", default=[], choices=("native", "portable"))
     parser.add_argument("--seed", type=int, default=0)
