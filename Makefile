@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # module:distribution of everything but torch and triton
-NEEDED := numpy:numpy ml_dtypes:ml_dtypes safetensors:safetensors rich:rich scipy:scipy \
+NEEDED := numpy:numpy ml_dtypes:ml_dtypes rich:rich scipy:scipy \
   matplotlib:matplotlib pytest:pytest xdist:pytest-xdist hypothesis:hypothesis mpmath:mpmath \
   nbmake:nbmake ruff:ruff mypy:mypy
 

@@ -6,7 +6,9 @@ Exit codes: 0 done, 1 something differs (`verify`), 2 bad input.
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,9 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_verify(commands)
     add_targets(commands)
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a drawing on a terminal that has no lines
     try:
-        return int(args.func(args))
-    except Dsv4numError as error:
+        code = int(args.func(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except (Dsv4numError, OSError) as error:
         print(f"dsv4num: {error}", file=sys.stderr)
         return 2
 

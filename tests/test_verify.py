@@ -74,7 +74,7 @@ def test_json(verify: Any, tmp_path: Path, device: str) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found["date"])
     row = found["rows"][-1]
     assert set(row) == {
-        *("operation", "variant", "path", "cases", "runs", "bytes", "mismatches"),
+        *("operation", "variant", "path", "cases", "names", "runs", "bytes", "mismatches"),
         *("seconds", "failures"),
     }
     assert (row["operation"], row["variant"], row["path"]) == ("decode", "e2m1", "portable")
@@ -98,7 +98,11 @@ def test_every_case_of_one_layout(verify: Any, tmp_path: Path) -> None:
         (("--op", "packs"), "--op: got 'packs'; allowed: encode, decode, pack,"),
         (("--variant", "e5m2"), "--variant: got 'e5m2'; allowed: "),
         (("--layout", "v5"), "got 'v5'; allowed: "),
-        (("--op", "pack", "--layout", "v4"), "selection: got no case; allowed: "),
+        (("--op", "pack", "--layout", "v4"), "--op: got 'pack'; allowed: an operation that has"),
+        (("--op", INSERT, "--op", "pack", "--layout", "v4"), "--op: got 'pack'; allowed: "),
+        (("--op", "pack", "--case", "every pair", "--case", "no"), "--case: got 'no'; allowed: "),
+        (("--op", "pack", "--jobs", "-1"), "--jobs: got -1; allowed: 0"),
+        (("--op", "pack", "--json", "/no such folder/x"), "--json: got /no such folder/x; allowed: "),
         (("--op", "pack", "--case", "no such case"), "selection: got no case; allowed: "),
     ],
 )

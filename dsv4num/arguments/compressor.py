@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ LATENT_LAYOUTS = tuple(name for name, layout in LAYOUTS.items() if layout.head_d
 
 ROPE_DIM = 64
 LATENT_DIM = 512
+_LARGEST_RATIO = 1 << 30
 _LARGEST_EPS = float.fromhex("0x1.fffffep+127")  # the largest fp32
 
 
@@ -235,8 +235,8 @@ def check_pool_ring_latent(
 def _ratio(value: Any, clause: str) -> int:
     """A power of two of 1 or more."""
     ratio = positive_int("compress_ratio", value, clause)
-    if ratio & (ratio - 1):
-        raise ArgumentError("compress_ratio", ratio, "a power of two", clause)
+    if ratio & (ratio - 1) or ratio > _LARGEST_RATIO:
+        raise ArgumentError("compress_ratio", ratio, "a power of two up to 2**30", clause)
     return ratio
 
 
@@ -251,7 +251,7 @@ def _small_ratio(value: Any, clause: str) -> int:
 def _eps(value: Any, clause: str) -> float:
     """A number of 0 or more that is finite in fp32."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 <= value <= _LARGEST_EPS:
+    if not number or not 0 <= value <= _LARGEST_EPS:  # false for NaN, and for any large integer
         raise ArgumentError("rms_norm_eps", repr(value), "a finite number of 0 or more", clause)
     return float(value)
 

@@ -6,7 +6,6 @@ root, each rounded to fp32 on its own. The order of operations is part of the de
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import ml_dtypes
@@ -23,7 +22,7 @@ from dsv4num.formats.arithmetic import (
     ROUND_MAGIC,
 )
 from dsv4num.formats.scalar import BF16, FP32
-from dsv4num.reference.scalar import decode, encode
+from dsv4num.reference.scalar import decode, encode, kind_of
 
 __all__ = ["exp32", "inv_rms", "rms_norm", "round_bf16", "tree_sum"]
 
@@ -158,7 +157,7 @@ def rms_norm(c: NDArray[np.float32], weight: NDArray[Any], eps: float) -> NDArra
     """
     _require_rows("c", c, "1.4")
     if not isinstance(weight, np.ndarray) or weight.dtype not in (np.float32, ml_dtypes.bfloat16):
-        given = getattr(weight, "dtype", type(weight).__name__)
+        given = kind_of(weight)
         raise ArgumentError("weight", given, "float32 or bfloat16", "1.4")
     if weight.shape != c.shape[-1:]:
         allowed = f"[{c.shape[-1]}], the width of c"
@@ -198,7 +197,7 @@ def round_bf16(x: NDArray[np.float32]) -> NDArray[Any]:
 def _require_fp32(name: str, x: Any, clause: str) -> None:
     """An fp32 array or NumPy scalar."""
     if not isinstance(x, np.ndarray | np.float32) or x.dtype != np.float32:
-        raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), "float32", clause)
+        raise ArgumentError(name, kind_of(x), "float32", clause)
 
 
 def _require_rows(name: str, x: Any, clause: str) -> None:
@@ -219,6 +218,6 @@ def _round_eps(eps: Any) -> np.float32:
     """`eps` as fp32."""
     if isinstance(eps, bool) or not isinstance(eps, float | int | np.floating | np.integer):
         raise ArgumentError("eps", repr(eps), "a number of 0 or more", "1.4")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ArgumentError("eps", repr(eps), "finite, 0 or more", "1.4")
+    if not 0 <= eps <= FP32.max_value:  # false for NaN, and for any large integer
+        raise ArgumentError("eps", repr(eps), "finite in fp32, 0 or more", "1.4")
     return np.float32(eps)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import GroupRule, get_rule
-from dsv4num.reference.scalar import decode, encode
+from dsv4num.reference.scalar import decode, encode, kind_of
 
 __all__ = ["dequantize", "encode_scale", "quantize"]
 
@@ -45,7 +45,7 @@ def encode_scale(amax: NDArray[np.float32], rule: str | GroupRule) -> NDArray[np
     """
     chosen = get_rule(rule)
     if not isinstance(amax, np.ndarray) or amax.dtype != np.float32:
-        given = getattr(amax, "dtype", type(amax).__name__)
+        given = kind_of(amax)
         raise ArgumentError("amax", given, "float32", chosen.clause)
     if not bool((amax >= 0).all()):
         raise ArgumentError("amax", "a NaN or negative value", "0 or more", chosen.clause)
@@ -85,7 +85,7 @@ def quantize(
     """
     chosen = get_rule(rule)
     if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, ml_dtypes.bfloat16):
-        given = getattr(x, "dtype", type(x).__name__)
+        given = kind_of(x)
         raise ArgumentError("x", given, "float32 or bfloat16", chosen.clause)
     if x.ndim == 0 or x.shape[-1] % chosen.group:
         allowed = f"a last axis that is a multiple of {chosen.group}"
@@ -128,7 +128,7 @@ def dequantize(
     chosen = get_rule(rule)
     for name, array in (("codes", codes), ("scale_codes", scale_codes)):
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8:
-            given = getattr(array, "dtype", type(array).__name__)
+            given = kind_of(array)
             raise ArgumentError(name, given, "uint8", "3.5")
     wide = (*scale_codes.shape[:-1], *(n * chosen.group for n in scale_codes.shape[-1:]))
     if codes.ndim == 0 or codes.shape != wide:

@@ -17,7 +17,7 @@ from dsv4num.arguments import Array, Cache, check_cache
 from dsv4num.errors import ArgumentError, ValueRangeError
 from dsv4num.formats import FP32, Field, Layout, get_layout
 from dsv4num.reference.group import apply_scales, quantize
-from dsv4num.reference.scalar import decode, encode, pack, unpack
+from dsv4num.reference.scalar import decode, encode, kind_of, pack, unpack
 
 __all__ = ["decode_records", "encode_records", "read_records", "write_records"]
 
@@ -49,7 +49,7 @@ def encode_records(rows: NDArray[Any], layout: str | Layout) -> NDArray[np.uint8
     """
     chosen = get_layout(layout)
     if not isinstance(rows, np.ndarray) or rows.dtype not in (np.float32, ml_dtypes.bfloat16):
-        given = getattr(rows, "dtype", type(rows).__name__)
+        given = kind_of(rows)
         raise ArgumentError("rows", given, "float32 or bfloat16", "4.1")
     if rows.ndim != 2 or rows.shape[1] != chosen.head_dim:
         allowed = f"shape [rows, {chosen.head_dim}]"
@@ -84,7 +84,7 @@ def decode_records(records: NDArray[np.uint8], layout: str | Layout) -> NDArray[
     """
     chosen = get_layout(layout)
     if not isinstance(records, np.ndarray) or records.dtype != np.uint8:
-        given = getattr(records, "dtype", type(records).__name__)
+        given = kind_of(records)
         raise ArgumentError("records", given, "uint8", "4.1")
     if records.ndim != 2 or records.shape[1] != chosen.row_bytes:
         allowed = f"shape [rows, {chosen.row_bytes}]"
@@ -178,7 +178,8 @@ def describe(name: str, array: object) -> Array:
     if not isinstance(array, np.ndarray):
         raise ArgumentError(name, type(array).__name__, "numpy.ndarray")
     strides = tuple(stride // array.itemsize for stride in array.strides)
-    return Array(name, array.shape, strides, array.dtype.name, "cpu", array.flags.writeable)
+    dtype = array.dtype.name if array.dtype.isnative else array.dtype.str  # "<f4" is no float32
+    return Array(name, array.shape, strides, dtype, "cpu", array.flags.writeable)
 
 
 def checked_slots(

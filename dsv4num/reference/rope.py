@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4num.errors import ArgumentError
+from dsv4num.reference.scalar import kind_of
 
 __all__ = ["build_cos_sin_cache", "rotate_gptj"]
 
@@ -75,7 +76,7 @@ def rotate_gptj(
     """
     for name, array in (("x", x), ("cos", cos), ("sin", sin)):
         if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-            given = getattr(array, "dtype", type(array).__name__)
+            given = kind_of(array)
             raise ArgumentError(name, given, "float32", "5.5")
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ArgumentError("x", f"shape {list(x.shape)}", "an even last axis", "5.5")

@@ -85,7 +85,7 @@ def decode(codes: NDArray[Any], fmt: str | FloatFormat) -> NDArray[np.float32]:
     chosen = get_scalar(fmt)
     dtype = np.uint16 if chosen.width == 16 else np.uint8
     if not isinstance(codes, np.ndarray) or codes.dtype != dtype:
-        given = getattr(codes, "dtype", type(codes).__name__)
+        given = kind_of(codes)
         raise ArgumentError("codes", given, np.dtype(dtype).name, chosen.clause)
     if chosen is BF16:
         return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -112,7 +112,7 @@ def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
         '07 22 44 66'
     """
     if not isinstance(codes, np.ndarray) or codes.dtype != np.uint8:
-        given = getattr(codes, "dtype", type(codes).__name__)
+        given = kind_of(codes)
         raise ArgumentError("codes", given, "uint8", "2.6")
     if codes.ndim == 0 or codes.shape[-1] % 2:
         raise ArgumentError("codes", f"shape {list(codes.shape)}", "an even last axis", "2.6")
@@ -138,12 +138,19 @@ def unpack(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
         [1, 2, 3, 4]
     """
     if not isinstance(packed, np.ndarray) or packed.dtype != np.uint8 or packed.ndim == 0:
-        given = getattr(packed, "dtype", type(packed).__name__)
+        given = kind_of(packed)
         raise ArgumentError("packed", given, "uint8 with at least one axis", "2.6")
     codes = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
     codes[..., 0::2] = packed & np.uint8(0xF)
     codes[..., 1::2] = packed >> np.uint8(4)
     return codes
+
+
+def kind_of(x: object) -> str:
+    """What an argument is, for an error: the dtype of an array, the type of anything else."""
+    if isinstance(x, np.generic):
+        return f"a NumPy scalar ({x.dtype})"
+    return str(x.dtype) if isinstance(x, np.ndarray) else type(x).__name__
 
 
 def _fp32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
@@ -154,8 +161,7 @@ def _fp32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
         if x.dtype == ml_dtypes.bfloat16:
             halves = np.ascontiguousarray(x).view(np.uint16).reshape(x.shape)
             return halves.astype(np.uint32) << np.uint32(16)
-    given = x.dtype if isinstance(x, np.ndarray) else type(x)
-    raise ArgumentError("x", given, "an array of float32 or bfloat16", "2")
+    raise ArgumentError("x", kind_of(x), "an array of float32 or bfloat16", "2")
 
 
 def _round_to_bf16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import time
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4num.errors import ArgumentError, UnsupportedError
+
+#: Columns of the table.
+_WIDTH = 120
 
 
 def add_verify(subparsers: Any) -> None:
@@ -21,8 +25,12 @@ def add_verify(subparsers: Any) -> None:
     )
     parser.add_argument("--level", choices=("quick", "full"), default="quick")
     parser.add_argument("--op", action="append", default=[], help="operation (may be repeated)")
-    parser.add_argument("--layout", action="append", default=[], help="layout; the same as --variant")
-    parser.add_argument("--variant", action="append", default=[], help="layout, format, rule or mode")
+    parser.add_argument(
+        "--layout", action="append", default=[], help="layout; the same as --variant"
+    )
+    parser.add_argument(
+        "--variant", action="append", default=[], help="layout, format, rule or mode"
+    )
     parser.add_argument("--case", action="append", default=[], help="case name (may be repeated)")
     parser.add_argument("--path", action="append", default=[], choices=("native", "portable"))
     parser.add_argument("--seed", type=int, default=0)
@@ -66,10 +74,23 @@ def verify(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         jobs=arguments.jobs or min(os.cpu_count() or 1, 8),
     )
+    if arguments.jobs < 0:
+        raise ArgumentError("--jobs", arguments.jobs, "0 (by the machine) or more")
+    pairs = list(selected(options))
+    for name in arguments.op:
+        if name not in {operation.name for operation, _ in pairs}:
+            raise ArgumentError("--op", repr(name), "an operation that has the chosen variants")
+    for name in options.variants:
+        if name not in {variant for _, variant in pairs}:
+            raise ArgumentError("--variant", repr(name), "a variant of the chosen operations")
+    _check_writable(arguments.json, arguments.record)
     chosen = (options.operations, options.variants, options.cases, options.paths)
     if arguments.record and any(chosen):
         raise ArgumentError("--record", "a part of the cases", "a run of everything")
-    console = Console(width=None if os.isatty(1) else 120)
+    console = Console()
+    console = (
+        console if console.width >= _WIDTH else Console(width=_WIDTH)
+    )  # rather wrapped than cut
     found = report.environment(device)
     console.print("  ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
     if device == "cpu":
@@ -82,12 +103,14 @@ def verify(arguments: argparse.Namespace) -> int:
         console=console,
         transient=True,
     )
-    total = len(list(selected(options)))
     with bar:
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=len(pairs))
         rows = run(options, lambda text: bar.update(task, description=text, advance=1))
     seconds = time.perf_counter() - began
     ran = sum(row.runs for row in rows)
+    for name in options.cases:
+        if ran and not any(name in row.names for row in rows):
+            raise ArgumentError("--case", repr(name), "a case of what was chosen")
     if ran == 0:
         raise ArgumentError("selection", "no case", "options that select at least one case")
     report.print_table(console, rows)
@@ -118,14 +141,21 @@ def targets(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_writable(json_file: Path | None, record: Path | None) -> None:
+    """A report that cannot be written is refused before the run, not after it."""
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        raise ArgumentError("--json", str(json_file), "a file in a folder that exists")
+    if record is not None and record.exists() and not record.is_dir():
+        raise ArgumentError("--record", str(record), "a folder")
+
+
 def _choose_device(asked: str | None) -> str:
     """The device to run on; on a CPU the interpreter is chosen before triton is imported."""
-    try:
-        import torch
-    except ImportError:
-        raise UnsupportedError(
-            "verify needs torch and triton: pip install 'dsv4num[gpu]'"
-        ) from None
+    for module in ("torch", "triton"):
+        if importlib.util.find_spec(module) is None:
+            raise UnsupportedError(f"verify needs {module}: pip install 'dsv4num[gpu]'")
+    import torch
+
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: torch sees no GPU here")

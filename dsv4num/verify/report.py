@@ -131,9 +131,14 @@ def print_targets(console: Console, folder: Path) -> None:
     if not records:
         console.print(f"no record of proof in {folder}")
     for path in records:
-        record = json.loads(path.read_text())
-        env = record["environment"]
-        stale = stale_sources(record)
+        try:
+            record = json.loads(path.read_text())
+            env, stale = record["environment"], stale_sources(record)
+        except (ValueError, KeyError, TypeError) as error:
+            console.print(
+                f"[red]{path.name}[/] is no record of proof: {type(error).__name__} {error}"
+            )
+            continue
         state = f"[yellow]STALE[/]: changed since: {', '.join(stale)}" if stale else "current"
         where = f"executed on {env['gpu']}" if "gpu" in env else "interpreted on a CPU"
         console.print(

@@ -70,6 +70,7 @@ class Row:
     bytes: int = 0
     mismatches: int = 0
     seconds: float = 0.0
+    names: list[str] = field(default_factory=list)
     failures: list[list[str]] = field(default_factory=list)
 
 
@@ -134,7 +135,9 @@ def run_case(
         expected = _run_reference(operation, case, fill)
         for path, row in rows.items():
             began = time.perf_counter()
-            row.cases += fill == FILLS[0]
+            if fill == FILLS[0]:
+                row.cases += 1
+                row.names.append(case.name)
             for launch in (Launch(path=path), *_sweep(case, path)):
                 observed = _run_device(operation, case, fill, options.device, launch)
                 row.runs += 1
