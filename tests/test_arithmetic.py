@@ -269,6 +269,8 @@ def test_rms_norm_refuses_bad_arguments() -> None:
         ("c: got no axis", lambda: inv_rms(c[0, 0], 0.0)),
         ("eps: got -1", lambda: inv_rms(c, -1.0)),
         ("eps: got nan", lambda: inv_rms(c, math.nan)),
+        (r"eps: got 1e\+39", lambda: inv_rms(c, 1e39)),
+        ("eps: got 1000", lambda: inv_rms(c, 10**400)),
         ("eps: got inf", lambda: inv_rms(c, math.inf)),
         ("eps: got '1'", lambda: inv_rms(c, "1")),  # type: ignore[arg-type]
         ("weight: got float64", lambda: rms_norm(c, weight.astype(np.float64), 0.0)),

@@ -1172,13 +1172,13 @@ def float_errors(name: str, shape: tuple[int, ...], other: Any = np.float64) -> 
 
 def ratio_errors(clause_small: bool) -> Errors:
     """What no ratio may be."""
-    given = [0, -2, 3, 6, True, 2.0, None, "4"] + ([4] if clause_small else [])
+    given = [0, -2, 3, 6, True, 2.0, None, "4", 2**63] + ([4] if clause_small else [])
     return [("compress_ratio", lambda a, g=g: g, ArgumentError, str(g)) for g in given]
 
 
 def eps_errors() -> Errors:
     """What no eps may be."""
-    given = [-1e-6, NAN, INF, True, None, "1e-6", 1e39]
+    given = [-1e-6, NAN, INF, True, None, "1e-6", 1e39, 10**400]
     return [("rms_norm_eps", lambda a, g=g: g, ArgumentError, str(g)) for g in given]
 
 

@@ -182,6 +182,11 @@ def test_record_and_targets(
     assert f"{record['bytes']:,} bytes compared" in text and record["date"][:10] in text
     assert stale_records() == []
 
+    (folder / "torn.json").write_text('{"environment": ')
+    text = targets()  # one bad file hides no other
+    assert "torn.json is no record of proof" in text and "current" in text
+    (folder / "torn.json").unlink()
+
     then = record["sources"]
     changed = {**then, "gpu/scalar.py": "0" * 64}
     gone = {**then, "gpu/gone.py": "0" * 64}
