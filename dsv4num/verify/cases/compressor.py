@@ -34,11 +34,7 @@ def _normals(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.flo
 
 
 def _kv(rng: np.random.Generator, rows: int, columns: int, plain: bool) -> NDArray[np.float32]:
-    """kv rows: normal columns, zeros, huge ones, and columns whose sum depends on its order.
-
-    In a cancelling column the terms are large and their sum is small, so that what is left is decided
-    by the order in which they were added.
-    """
+    """kv rows: normal columns, zeros, huge and tiny ones."""
     values = _normals(rng, (rows, columns))
     if plain:
         return values
@@ -46,10 +42,22 @@ def _kv(rng: np.random.Generator, rows: int, columns: int, plain: bool) -> NDArr
     values[:, kind == 0] = 0
     values[:, kind == 1] *= np.float32(1e15)
     values[:, kind == 2] *= np.float32(1e-30)
-    large = np.ldexp(np.float32(1), rng.integers(18, 30, (rows, columns)))
-    signs = rng.choice(np.array([-1, 1], np.float32), (rows, columns))
-    cancelling = (large * signs + values).astype(np.float32)
-    return np.where(kind >= 5, cancelling, values)
+    return values
+
+
+def _cancel(rng: np.random.Generator, at: NDArray[np.int64], states: NDArray[np.float32]) -> None:
+    """Makes every eighth column one whose mean shows the order in which its terms were added.
+
+    The scores tie, so that every weight is 1, and in each four positions two terms near +L stand with
+    two near -L. What is left after the large parts cancel depends on what each partial sum rounded off.
+    """
+    width = states.shape[1] // 2
+    signs = np.array([rng.permutation([1, 1, -1, -1]) for _ in range(int(at.max()) // 4 + 1)])
+    large = (signs.ravel()[at] * np.float32(2.0**27)).astype(np.float32)[:, None]
+    chosen = np.arange(int(rng.integers(0, 8)), width, 8)  # the same columns of both lanes
+    small = _normals(rng, (len(at), len(chosen))) * np.float32(100)
+    states[:, chosen] = large + small
+    states[:, width + chosen] = 1
 
 
 def _scores(rng: np.random.Generator, rows: int, columns: int, plain: bool) -> NDArray[np.float32]:
@@ -97,10 +105,13 @@ def _scene(
         chosen, numbers = numbers[: len(blocks)], numbers[len(blocks) :]
         table[request, blocks.start : blocks.stop] = chosen
         positions = np.arange(max(0, requests[request][0] - window), ends[request])
-        state[table[request, positions // rows], positions % rows] = np.concatenate(
+        states = np.concatenate(
             [_kv(rng, len(positions), width, plain), _scores(rng, len(positions), width, plain)],
             axis=1,
         )
+        if not plain:
+            _cancel(rng, positions, states)
+        state[table[request, positions // rows], positions % rows] = states
     at = np.concatenate(
         [np.arange(first, end) for (first, _), end in zip(requests, ends, strict=True)]
     )
