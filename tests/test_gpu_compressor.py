@@ -12,13 +12,14 @@ import test_compressor as oracle
 from test_recorded_bytes import FILE as GOLDENS
 
 import dsv4num.reference
-from dsv4num import Dsv4numError, ValueRangeError
+from dsv4num import ArgumentError, Dsv4numError, ValueRangeError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import dsv4num.gpu  # noqa: E402  (only where torch is)
 from dsv4num.gpu import Launch  # noqa: E402
+from dsv4num.gpu.compressor import choose_plan, plans  # noqa: E402
 
 OUTPUTS = ("state_cache", "kv_cache", "latent_out")
 TABLES = {
@@ -143,3 +144,41 @@ def test_recorded_states(case: str) -> None:
         validate=True,
     )
     assert state.numpy().tobytes() == given("state_cache").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "window", "ratio", "plan"),
+    [
+        (65536, 1, 8, 4, (8, 512)),  # CSA, prefill
+        (64, 64, 8, 4, (1, 512)),  # CSA, decode
+        (65536, 1, 128, 128, (128, 32)),  # HCA, prefill: many groups
+        (1024, 1, 128, 128, (128, 32)),
+        (512, 1, 128, 128, (128, 16)),  # five groups at most: more programs per group
+        (64, 64, 128, 128, (1, 16)),  # HCA, decode: any token may end a group
+        (1, 1, 128, 128, (1, 16)),
+    ],
+)
+def test_the_plan_follows_the_groups(
+    tokens: int, requests: int, window: int, ratio: int, plan: tuple[int, int]
+) -> None:
+    found = choose_plan(tokens, requests, window, ratio, 512)
+    assert found == plan and found in plans(window, ratio, 512)
+
+
+@pytest.mark.parametrize("validate", [1, None, "yes"])
+def test_validate_is_true_or_false(validate: Any) -> None:
+    arguments = {key: tensor(value) for key, value in oracle.compress_arguments().items()}
+    with pytest.raises(ArgumentError, match="validate"):
+        dsv4num.gpu.compress_norm_rope_store(**arguments, validate=validate)
+
+
+@pytest.mark.parametrize("eps", [1e39, -1e-6, float("nan"), 10**400, True, "1e-6"])
+def test_eps_is_that_of_the_reference(eps: Any) -> None:
+    c = np.ones((1, 4), np.float32)
+    with pytest.raises(ArgumentError) as wanted:
+        dsv4num.reference.inv_rms(c, eps)
+    with pytest.raises(ArgumentError) as found:
+        dsv4num.gpu.inv_rms(torch.from_numpy(c), eps)
+    assert str(found.value) == str(wanted.value)
+    small = np.float32(1e-6)  # a NumPy scalar is a number
+    assert dsv4num.gpu.inv_rms(torch.from_numpy(c), small).item() == dsv4num.reference.inv_rms(c, small)

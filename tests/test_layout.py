@@ -191,3 +191,10 @@ def test_field_by_kind() -> None:
     v4 = get_layout("v4")
     assert v4.field("codes").name == "nope" and v4.field("raw").dims == (448, 512)
     assert get_layout("v41_nvfp4").field("raw") is None
+
+
+@pytest.mark.parametrize("rows", [0, -1, 64.0, True, "64"])
+def test_a_page_has_rows(rows: object) -> None:
+    for measure in (get_layout("v4").owned_bytes, get_layout("v4").page_bytes):
+        with pytest.raises(ArgumentError, match="block_size"):
+            measure(rows)  # type: ignore[arg-type]

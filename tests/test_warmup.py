@@ -103,11 +103,15 @@ def compiled_here(code: str) -> str:
 
 def test_every_operation_is_launched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: dict[str, int] = dict.fromkeys(OPERATIONS, 0)
+    spread: set[tuple[int, int]] = set()
 
     def counting(name: str, original: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> Any:
             called[name] += 1
-            assert options["launch"] == CONFIG.launch
+            if name == "compress_norm_rope_store":
+                spread.add((options["launch"].rows, options["launch"].columns))
+            else:
+                assert options["launch"] == CONFIG.launch
             # The inputs are valid, so that no kernel only skips.
             looking = {} if name == "pool_ring_latent" else {"validate": True}
             return original(*arguments, **options, **looking)
@@ -117,7 +121,8 @@ def test_every_operation_is_launched(device: str, monkeypatch: pytest.MonkeyPatc
     for name in OPERATIONS:
         monkeypatch.setattr(gpu, name, counting(name, getattr(gpu, name)))
     report = warmup(CONFIG, device)
-    assert list(called.values()) == [2, 6, 3, 3, 2, 2, 2, 3, 6]
+    assert list(called.values()) == [2, 6, 3, 7, 2, 2, 2, 3, 6]
+    assert spread == {(8, 512), (1, 512), (128, 32), (128, 16), (1, 16), (8, 128), (1, 128)}
     assert len(report.steps) == sum(called.values())
     assert report.device == device and report.seconds > 0
     assert report.built == sum(step.built for step in report.steps)
@@ -168,6 +173,13 @@ def test_what_an_operation_refuses(device: str) -> None:
     ):
         with pytest.raises(ArgumentError) as caught:
             warmup(config, device)
+        assert caught.value.name == name
+
+
+def test_bad_call(device: str) -> None:
+    for config, place, name in ((None, device, "config"), (CONFIG, "nowhere", "device")):
+        with pytest.raises(ArgumentError) as caught:
+            warmup(config, place)  # type: ignore[arg-type]
         assert caught.value.name == name
 
 

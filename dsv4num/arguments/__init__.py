@@ -5,7 +5,7 @@ bad input raises the same error with the same text on either side, before anythi
 inside arrays are not seen here (clause 6.2): each side checks those itself.
 """
 
-from dsv4num.arguments.array import INTEGERS, Array, integer, positive_int, same_device
+from dsv4num.arguments.array import INTEGERS, Array, epsilon, integer, positive_int, same_device
 from dsv4num.arguments.compressor import (
     Compression,
     State,
@@ -41,6 +41,7 @@ __all__ = [
     "check_pool_ring_latent",
     "check_rope_quant_insert",
     "check_save_partial_states",
+    "epsilon",
     "integer",
     "positive_int",
     "same_device",

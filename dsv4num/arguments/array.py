@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsv4num.errors import ArgumentError
+from dsv4num.formats import FP32
 
 INTEGERS = ("int32", "int64")
 
@@ -99,6 +101,18 @@ def positive_int(name: str, value: Any, clause: str) -> int:
         ArgumentError: it is not an integer, or below 1.
     """
     return integer(name, value, 1, clause)
+
+
+def epsilon(name: str, value: Any, clause: str) -> float:
+    """A number of 0 or more that is finite in fp32, as a float.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 <= value <= FP32.max_value:  # false for NaN, and for any large integer
+        raise ArgumentError(name, repr(value), "a number of 0 or more, finite in fp32", clause)
+    return float(value)
 
 
 def same_device(*arrays: Array) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4num.arguments.array import INTEGERS, Array, positive_int, same_device
+from dsv4num.arguments.array import INTEGERS, Array, epsilon, positive_int, same_device
 from dsv4num.arguments.paged_cache import Cache, check_cache
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import LAYOUTS, Layout, get_layout
@@ -19,7 +18,6 @@ LATENT_LAYOUTS = tuple(name for name, layout in LAYOUTS.items() if layout.head_d
 ROPE_DIM = 64
 LATENT_DIM = 512
 _LARGEST_RATIO = 1 << 30
-_LARGEST_EPS = float.fromhex("0x1.fffffep+127")  # the largest fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ def check_compress(
     if not (hasattr(overlap, "__index__") and overlap.__index__() in (0, 1)):
         raise ArgumentError("overlap", repr(overlap), "True or False, 1 or 0", "5.4")
     lanes = 1 + overlap.__index__()
-    eps = _eps(rms_norm_eps, "5.4")
+    eps = epsilon("rms_norm_eps", rms_norm_eps, "5.4")
     cache = _check_kv_cache(kv_cache, kv_block_size, layout, COMPRESS_LAYOUTS, "5.4")
     head_dim = cache.layout.head_dim
     state = _check_state(state_cache, lanes * head_dim, "5.4", written=False)
@@ -200,7 +198,7 @@ def check_pool_ring_latent(
 ) -> State | None:
     """The arguments of `pool_ring_latent` (clause 5.10); ratio 1 has no ring, hence no `State`."""
     ratio = _small_ratio(compress_ratio, "5.10")
-    _eps(rms_norm_eps, "5.10")
+    epsilon("rms_norm_eps", rms_norm_eps, "5.10")
     kv_score.require(dtype="float32", shape=("tokens", ratio * LATENT_DIM), clause="5.10")
     ring = None
     if ratio == 2:
@@ -246,14 +244,6 @@ def _small_ratio(value: Any, clause: str) -> int:
     if ratio > 2:
         raise ArgumentError("compress_ratio", ratio, "1 or 2", clause)
     return ratio
-
-
-def _eps(value: Any, clause: str) -> float:
-    """A number of 0 or more that is finite in fp32."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 <= value <= _LARGEST_EPS:  # false for NaN, and for any large integer
-        raise ArgumentError("rms_norm_eps", repr(value), "a finite number of 0 or more", clause)
-    return float(value)
 
 
 def _token_count(slot_mapping: Array, clause: str) -> int:

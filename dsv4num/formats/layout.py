@@ -92,7 +92,13 @@ class Layout:
         return found[0] if len(found) == 1 else None
 
     def owned_bytes(self, block_size: int) -> int:
-        """Bytes of a page that rows own; what follows them is never written (clause 4.4)."""
+        """Bytes of a page that rows own; what follows them is never written (clause 4.4).
+
+        Raises:
+            ArgumentError: a `block_size` that is no integer of 1 or more.
+        """
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            raise ArgumentError("block_size", repr(block_size), "an integer of 1 or more", "4.2")
         return block_size * self.row_bytes
 
     def page_bytes(self, block_size: int) -> int:

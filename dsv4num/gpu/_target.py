@@ -7,12 +7,19 @@ and runs anywhere. The bytes are the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-import torch
-import triton
+try:
+    import torch
+    import triton
+except ModuleNotFoundError as error:
+    hint = f"dsv4num.gpu needs {error.name}: pip install 'dsv4num[gpu]'"
+    raise ModuleNotFoundError(hint, name=error.name) from None
 
 from dsv4num.errors import ArgumentError, UnsupportedError
 
@@ -64,6 +71,26 @@ def has_native(major: int, minor: int) -> bool:
     return (major, minor) >= (8, 9)
 
 
+_ASSUMED: ContextVar[Target | None] = ContextVar("assumed", default=None)
+
+
+def target_named(name: str) -> Target:
+    """The target of an architecture's name: "sm_90", "gfx942"."""
+    if name.startswith("sm_"):
+        return Target(name, native=has_native(*divmod(int(name[3:]), 10)))
+    return Target(name, native=False)
+
+
+@contextmanager
+def assume(target: Target) -> Iterator[None]:
+    """Launchers take every device for this target: for code that is made for one, wherever it runs."""
+    token = _ASSUMED.set(target)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
 def interpreted() -> bool:
     """Whether Triton runs kernels in its CPU interpreter."""
     return bool(triton.knobs.runtime.interpret)
@@ -75,6 +102,9 @@ def target_of(device: torch.device) -> Target:
     Raises:
         UnsupportedError: no kernel can run there.
     """
+    assumed = _ASSUMED.get()
+    if assumed is not None:
+        return assumed
     if interpreted():
         return Target("interpreter", native=False)
     if device.type != "cuda":

@@ -9,7 +9,18 @@ import torch
 
 from dsv4num.arguments import Cache, Compression
 from dsv4num.arguments.compressor import State
-from dsv4num.errors import ValueRangeError
+from dsv4num.errors import ArgumentError, ValueRangeError
+
+
+def asked(validate: object) -> bool:
+    """Whether a launcher was asked to look at values.
+
+    Raises:
+        ArgumentError: neither True nor False.
+    """
+    if not isinstance(validate, bool):
+        raise ArgumentError("validate", repr(validate), "True or False")
+    return validate
 
 
 def cache_slots(name: str, slot_mapping: torch.Tensor, cache: Cache) -> None:

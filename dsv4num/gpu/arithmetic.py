@@ -7,13 +7,13 @@ its operand over threads.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4num.arguments import epsilon
 from dsv4num.errors import ArgumentError
 from dsv4num.formats.arithmetic import (
     EXP32_LOWER_LIMIT,
@@ -24,7 +24,7 @@ from dsv4num.formats.arithmetic import (
     ROUND_MAGIC,
 )
 from dsv4num.gpu._target import Launch, use_native
-from dsv4num.gpu.scalar import device_of, encode, float_of
+from dsv4num.gpu.scalar import bits_of, device_of, encode, float_of
 
 __all__ = ["exp32", "inv_rms", "rms_norm", "round_bf16", "tree_sum"]
 
@@ -40,17 +40,21 @@ _NAN = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def exp_nonpositive(x):
     """exp32 of fp32 values; NaN for NaN and for x > 0."""
-    served = (x <= 0.0) & (x >= _LOWER_LIMIT)
-    inside = tl.where(served, x, 0.0)
-    n = (inside * _LOG2E + _MAGIC) - _MAGIC
-    high = inside - n * _LN2_HI
+    # The sum with MAGIC ends in the bits of n, and y * 2**n is exact: n is added to its exponent.
+    shifted = x * _LOG2E + _MAGIC
+    n = shifted - _MAGIC
+    high = x - n * _LN2_HI
     low = n * _LN2_LO
     r = high - low
     p = (((_P4 * r + _P3) * r + _P2) * r + _P1) * r + _P0
     y = 1.0 + (high + ((r * r) * p - low))
-    power = float_of(((n.to(tl.int32) + 127) << 23).to(tl.uint32, bitcast=True))
+    bits = bits_of(y) + (bits_of(shifted) << 23)
     otherwise = tl.where(x < _LOWER_LIMIT, 0, _NAN).to(tl.uint32)
-    return tl.where(served, y * power, float_of(otherwise))
+    return float_of(tl.where((x <= 0.0) & (x >= _LOWER_LIMIT), bits, otherwise))
+
+
+# A level of the tree adds the two elements of an axis of length 2, so that there is no order to choose
+# for the reduction, and the compiler needs one exchange between threads at most.
 
 
 @triton.jit
@@ -59,8 +63,7 @@ def tree_sum_columns(x):
     if x.shape[1] == 1:
         total = x
     else:
-        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        total = tree_sum_columns(left + right)
+        total = tree_sum_columns(tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2))
     return total
 
 
@@ -70,9 +73,7 @@ def tree_sum_rows(x):
     if x.shape[0] == 1:
         total = x
     else:
-        pairs = tl.permute(tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1))
-        left, right = tl.split(pairs)
-        total = tree_sum_rows(left + right)
+        total = tree_sum_rows(tl.sum(tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), axis=1))
     return total
 
 
@@ -174,7 +175,7 @@ def inv_rms(c: torch.Tensor, eps: float) -> torch.Tensor:
     """See `dsv4num.reference.inv_rms`: the same values."""
     _require_rows("c", c, "1.4")
     y = torch.empty(c.shape[:-1], dtype=torch.float32, device=c.device)
-    _launch_rms_norm(c, c, y, _checked_eps(eps), scale_only=True)
+    _launch_rms_norm(c, c, y, epsilon("eps", eps, "1.4"), scale_only=True)
     return y
 
 
@@ -188,7 +189,8 @@ def rms_norm(c: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         allowed = f"[{c.shape[-1]}], the width of c"
         raise ArgumentError("weight", f"shape {list(weight.shape)}", allowed, "1.4")
     y = torch.empty(c.shape, dtype=torch.float32, device=c.device)
-    _launch_rms_norm(c, weight_view(weight.contiguous()), y, _checked_eps(eps), scale_only=False)
+    small = epsilon("eps", eps, "1.4")
+    _launch_rms_norm(c, weight_view(weight.contiguous()), y, small, scale_only=False)
     return y
 
 
@@ -242,11 +244,3 @@ def _require_rows(name: str, x: Any, clause: str) -> None:
 def _require_power_of_two(name: str, length: int, clause: str) -> None:
     if length < 1 or length & (length - 1):
         raise ArgumentError(name, f"length {length}", "a power of two", clause)
-
-
-def _checked_eps(eps: Any) -> float:
-    if isinstance(eps, bool) or not isinstance(eps, float | int):
-        raise ArgumentError("eps", repr(eps), "a number of 0 or more", "1.4")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ArgumentError("eps", repr(eps), "finite, 0 or more", "1.4")
-    return float(eps)

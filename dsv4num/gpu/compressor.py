@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from dsv4num.arguments import (
-    Compression,
     check_compress,
     check_pool_ring_latent,
     check_rope_quant_insert,
@@ -48,6 +47,8 @@ _ROPE_DIM = tl.constexpr(64)
 _NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 _NAN = tl.constexpr(0x7FFFFFFF)
 _LATENT_DIM = 512
+#: A row of the scratch buffer is followed by whether its window exists; four keep the next one aligned.
+_SCRATCH = tl.constexpr(4)
 
 
 class Window(NamedTuple):
@@ -59,145 +60,63 @@ class Window(NamedTuple):
     head_dim: int
     width: int  # columns of kv in a state row; the scores follow
     block_size: int  # rows per state block
-    held: int  # window rows that one tile line holds: 8, or all of a smaller window
+    held: int  # rows of the window that follow each other in one thread
 
 
 # Pooling
 
 
 @triton.jit
-def _load_row(
+def _pool(
     state_ptr,
     table_ptr,
+    table_width,
+    num_state_blocks,
     last,
     column,
     block_stride,
     row_stride,
-    FIRST: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Window rows FIRST, FIRST + held, ...: whether each exists, its kv, its scores [N / held, C]."""
-    index = tl.arange(0, WINDOW.rows // WINDOW.held) * WINDOW.held + FIRST
+    """The softmax-weighted mean [1, C] of the window that ends at position `last`.
+
+    Also whether every row of the window that has a position is in the table and in the state cache.
+    """
+    HELD: tl.constexpr = WINDOW.held
+    LINES: tl.constexpr = WINDOW.rows // WINDOW.held
+    index = tl.arange(0, LINES)[:, None] * HELD + tl.arange(0, HELD)[None, :]
     position = last - (WINDOW.rows - 1) + index
     present = position >= 0
     safe = tl.where(present, position, 0)
-    block = tl.load(table_ptr + safe // WINDOW.block_size, mask=present, other=0).to(tl.int64)
+    entry = safe // WINDOW.block_size
+    listed = present & (entry < table_width)
+    block = tl.load(table_ptr + entry, mask=listed, other=-1).to(tl.int64)
+    known = listed & (block >= 0) & (block < num_state_blocks)
+    good = tl.min(tl.min((known | (position < 0)).to(tl.int32), axis=1), axis=0) == 1
+
     base = block * block_stride + (safe % WINDOW.block_size) * row_stride
     if WINDOW.overlap:
         base += tl.where(index < WINDOW.ratio, 0, WINDOW.head_dim)
-    at = state_ptr + base[:, None] + column[None, :]
-    kv = tl.load(at, mask=present[:, None], other=0.0)
-    score = tl.load(at + WINDOW.width, mask=present[:, None], other=_NEGATIVE_INFINITY)
-    return present[:, None], kv, score
+    at = state_ptr + base[:, :, None] + column[None, None, :]
+    loaded = tl.broadcast_to(known[:, :, None], (LINES, HELD, column.shape[0]))
+    score = tl.load(at + WINDOW.width, mask=loaded, other=_NEGATIVE_INFINITY)
+    kv = tl.load(at, mask=loaded, other=0.0)
+    finite = tl.where(score == score, score, _NEGATIVE_INFINITY)
+    largest = tl.max(tl.max(finite, axis=1), axis=0)
+    weight = exp_nonpositive(score - largest[None, None, :])
+    # A row without a position has the weight exp(-inf) = 0; or NaN, where that of the last row is too.
+    return tl.div_rn(_sum_window(weight * kv), _sum_window(weight)), good
 
 
 @triton.jit
-def _largest(
-    state_ptr,
-    table_ptr,
-    last,
-    column,
-    block_stride,
-    row_stride,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """The largest score of COUNT held rows from FIRST on, NaN left out."""
-    if COUNT == 1:
-        _, _, score = _load_row(
-            state_ptr, table_ptr, last, column, block_stride, row_stride, FIRST, WINDOW
-        )
-        found = tl.where(score == score, score, _NEGATIVE_INFINITY)
+def _sum_window(x):
+    """[L, H, C] to [1, C]: the tree over the window rows, of which row H l + h is x[l, h]."""
+    if x.shape[1] == 1:
+        total = tree_sum_rows(tl.reshape(x, (x.shape[0], x.shape[2])))
     else:
-        HALF: tl.constexpr = COUNT // 2
-        SECOND: tl.constexpr = FIRST + HALF
-        left = _largest(
-            state_ptr, table_ptr, last, column, block_stride, row_stride, FIRST, HALF, WINDOW
-        )
-        right = _largest(
-            state_ptr, table_ptr, last, column, block_stride, row_stride, SECOND, HALF, WINDOW
-        )
-        found = tl.maximum(left, right)
-    return found
-
-
-@triton.jit
-def _sums(
-    state_ptr,
-    table_ptr,
-    last,
-    column,
-    block_stride,
-    row_stride,
-    largest,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Sums of weight * kv and of weight over COUNT held rows from FIRST on, as a tree."""
-    if COUNT == 1:
-        present, kv, score = _load_row(
-            state_ptr, table_ptr, last, column, block_stride, row_stride, FIRST, WINDOW
-        )
-        weight = exp_nonpositive(score - largest)
-        total = tl.where(present, weight * kv, 0.0)
-        weights = tl.where(present, weight, 0.0)
-    else:
-        HALF: tl.constexpr = COUNT // 2
-        SECOND: tl.constexpr = FIRST + HALF
-        left, left_weights = _sums(
-            state_ptr,
-            table_ptr,
-            last,
-            column,
-            block_stride,
-            row_stride,
-            largest,
-            FIRST,
-            HALF,
-            WINDOW,
-        )
-        right, right_weights = _sums(
-            state_ptr,
-            table_ptr,
-            last,
-            column,
-            block_stride,
-            row_stride,
-            largest,
-            SECOND,
-            HALF,
-            WINDOW,
-        )
-        total = left + right
-        weights = left_weights + right_weights
-    return total, weights
-
-
-@triton.jit
-def _pool(state_ptr, table_ptr, last, column, block_stride, row_stride, WINDOW: tl.constexpr):
-    """The softmax-weighted mean [1, C] of the window that ends at position `last`."""
-    HELD: tl.constexpr = WINDOW.held
-    largest = _largest(
-        state_ptr, table_ptr, last, column, block_stride, row_stride, 0, HELD, WINDOW
-    )
-    largest = tl.max(largest, axis=0)[None, :]
-    total, weights = _sums(
-        state_ptr, table_ptr, last, column, block_stride, row_stride, largest, 0, HELD, WINDOW
-    )
-    return tl.div_rn(tree_sum_rows(total), tree_sum_rows(weights))
-
-
-@triton.jit
-def _window_exists(table_ptr, last, table_width, num_state_blocks, WINDOW: tl.constexpr):
-    """Whether every row of the window that has a position is in the table and in the state cache."""
-    position = last - (WINDOW.rows - 1) + tl.arange(0, WINDOW.rows)
-    column = tl.where(position >= 0, position, 0) // WINDOW.block_size
-    inside = (position >= 0) & (column < table_width)
-    block = tl.load(table_ptr + column, mask=inside, other=-1).to(tl.int64)
-    good = (position < 0) | (inside & (block >= 0) & (block < num_state_blocks))
-    return tl.min(good.to(tl.int32), axis=0) == 1
+        pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2, x.shape[2]))
+        total = _sum_window(tl.sum(pairs, axis=2))
+    return total
 
 
 # Scanning for the tokens that end a group
@@ -236,16 +155,14 @@ def _next(index, wanted, after, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _rotate_tail(row, cos_ptr, entry_stride, entry):
-    """Rotates the last 64 columns of [N, D] with row `entry` [N] of the table."""
-    even, odd = tl.split(tl.reshape(row, (row.shape[0], row.shape[1] // 2, 2)))
-    pair = tl.arange(0, row.shape[1] // 2) - (row.shape[1] - _ROPE_DIM) // 2
-    rotated = (pair >= 0)[None, :]
-    at = cos_ptr + (entry * entry_stride)[:, None] + pair[None, :]
+def _load_cos_sin(cos_ptr, entry, entry_stride, D: tl.constexpr):
+    """cos and sin [1, D / 2] of a table entry for the pairs of a row: 1 and 0 before its last 64."""
+    pair = tl.arange(0, D // 2) - (D - _ROPE_DIM) // 2
+    rotated = pair >= 0
+    at = cos_ptr + entry * entry_stride + pair
     cos = tl.load(at, mask=rotated, other=1.0)
     sin = tl.load(at + _ROPE_DIM // 2, mask=rotated, other=0.0)
-    new_even, new_odd = rotate_pairs(even, odd, cos, sin)
-    return tl.interleave(tl.where(rotated, new_even, even), tl.where(rotated, new_odd, odd))
+    return cos[None, :], sin[None, :], rotated[None, :]
 
 
 @triton.jit
@@ -274,27 +191,12 @@ def _store_row(
 
 
 @triton.jit
-def _finish(
-    pooled,
-    last,
-    slot,
-    weight_ptr,
-    eps,
-    cos_ptr,
-    entry_stride,
-    cache_ptr,
-    page_stride,
-    RATIO: tl.constexpr,
-    RECORD: tl.constexpr,
-    RULE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Norms, rotates and stores a pooled row [1, D]."""
-    weight = load_weight(weight_ptr, tl.arange(0, pooled.shape[1]))[None, :]
+def _norm_and_rotate(pooled, weight, eps, cos, sin, rotated):
+    """Norms a row [1, D] and rotates its last 64 columns."""
     normed = (pooled * inverse_rms(pooled, eps)) * weight
-    entry = last // RATIO * RATIO + tl.zeros((1,), tl.int64)
-    row = _rotate_tail(normed, cos_ptr, entry_stride, entry)
-    _store_row(row, slot, cache_ptr, page_stride, RECORD, RULE, NATIVE)
+    even, odd = tl.split(tl.reshape(normed, (1, normed.shape[1] // 2, 2)))
+    new_even, new_odd = rotate_pairs(even, odd, cos, sin)
+    return tl.interleave(tl.where(rotated, new_even, even), tl.where(rotated, new_odd, odd))
 
 
 @triton.jit(
@@ -345,8 +247,9 @@ def _compress_kernel(
     NATIVE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Pools, finishes, or both; between two launches a row waits in `pooled_ptr` [tokens, head_dim]."""
+    """Pools, finishes, or both; between two launches a row waits in `pooled_ptr`, see _SCRATCH."""
     RATIO: tl.constexpr = WINDOW.ratio
+    D: tl.constexpr = WINDOW.head_dim
     first = tl.program_id(0).to(tl.int64) * TOKENS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     index = tl.arange(0, TOKENS)
@@ -354,27 +257,35 @@ def _compress_kernel(
         index, first, tokens, positions_ptr, slots_ptr, kv_slots_ptr, num_slots, max_position, RATIO
     )
     found = _next(index, wanted, -1, TOKENS)
+    if FINISH:
+        weight = load_weight(weight_ptr, column)[None, :]
     while found < TOKENS:
         token = first + found
         last = tl.load(positions_ptr + token).to(tl.int64)
-        request = tl.load(requests_ptr + token).to(tl.int64)
-        slot = tl.load(kv_slots_ptr + token).to(tl.int64)
-        known = (request >= 0) & (request < num_requests)
-        row_ptr = table_ptr + tl.where(known, request, 0) * table_stride
-        width = tl.where(known, table_width, 0)
-        if _window_exists(row_ptr, last, width, num_state_blocks, WINDOW):
-            scratch = pooled_ptr + token * WINDOW.head_dim + column
-            if POOL:
-                pooled = _pool(state_ptr, row_ptr, last, column, block_stride, row_stride, WINDOW)
-            else:
-                pooled = tl.load(scratch)[None, :]
-            if FINISH:
-                _finish(
-                    pooled, last, slot, weight_ptr, eps, cos_ptr, entry_stride, cache_ptr, page_stride,
-                    RATIO, RECORD, RULE, NATIVE,
-                )  # fmt: skip
-            else:
-                tl.store(scratch[None, :], pooled)
+        scratch = pooled_ptr + token * (D + _SCRATCH) + column
+        if FINISH:
+            slot = tl.load(kv_slots_ptr + token).to(tl.int64)
+            cos, sin, rotated = _load_cos_sin(cos_ptr, last // RATIO * RATIO, entry_stride, D)
+        if POOL:
+            request = tl.load(requests_ptr + token).to(tl.int64)
+            listed = (request >= 0) & (request < num_requests)
+            row_ptr = table_ptr + tl.where(listed, request, 0) * table_stride
+            width = tl.where(listed, table_width, 0)
+            pooled, good = _pool(
+                state_ptr, row_ptr, width, num_state_blocks, last, column, block_stride, row_stride,
+                WINDOW,
+            )  # fmt: skip
+        else:
+            pooled = tl.load(scratch)[None, :]
+            good = tl.load(pooled_ptr + token * (D + _SCRATCH) + D) == 1.0
+        if FINISH:
+            if good:
+                row = _norm_and_rotate(pooled, weight, eps, cos, sin, rotated)
+                _store_row(row, slot, cache_ptr, page_stride, RECORD, RULE, NATIVE)
+        else:
+            tl.store(scratch[None, :], pooled)
+            if tl.program_id(1) == 0:
+                tl.store(pooled_ptr + token * (D + _SCRATCH) + D, good.to(tl.float32))
         found = _next(index, wanted, found, TOKENS)
 
 
@@ -618,7 +529,7 @@ def save_partial_states(
     )
     use_native(launch, kv.device)
     tokens = slot_mapping.shape[0]
-    if validate:
+    if _validate.asked(validate):
         kept = slot_mapping >= 0
         _validate.slots("slot_mapping", slot_mapping[kept], state)
         _validate.positions(positions[:tokens][kept])
@@ -694,14 +605,14 @@ def compress_norm_rope_store(
     )
     record, rule = record_constant(call.cache)
     native = use_native(launch, kv_cache.device)
-    held = min(call.window, 8)
-    if interpreted() and launch.columns is None:
-        held = 1  # the interpreter pays per operation: one large tile
-    columns = launch.columns or _columns_per_program(call, held)
+    plan = choose_plan(call.tokens, call.num_reqs, call.window, call.ratio, call.head_dim)
+    if interpreted():
+        plan = Plan(64, call.head_dim)  # the interpreter pays per program
+    columns = launch.columns or plan.columns
     if columns > call.head_dim:
         allowed = f"a power of two up to {call.head_dim}"
         raise ArgumentError("launch.columns", columns, allowed)
-    if validate:
+    if _validate.asked(validate):
         _validate.compression(
             token_to_req_indices, positions, slot_mapping, block_table, kv_slot_mapping, call
         )
@@ -710,21 +621,21 @@ def compress_norm_rope_store(
     split = columns < call.head_dim
     pooled = state_cache
     if split:
-        shape = (call.tokens, call.head_dim)
+        shape = (call.tokens, call.head_dim + _SCRATCH.value)
         pooled = torch.empty(shape, dtype=torch.float32, device=state_cache.device)
-    window = Window(
-        rows=call.window,
-        ratio=call.ratio,
-        overlap=call.overlap,
-        head_dim=call.head_dim,
-        width=call.state.width,
-        block_size=call.state.block_size,
-        held=held,
-    )
 
     def run(pool: bool, finish: bool, per_program: int) -> None:
-        rows = launch.rows or (64 if interpreted() else max(4, min(call.ratio, 32)))
+        rows = launch.rows or plan.tokens
         warps = launch.num_warps or max(1, min(4, per_program // 128 if finish else 4))
+        window = Window(
+            rows=call.window,
+            ratio=call.ratio,
+            overlap=call.overlap,
+            head_dim=call.head_dim,
+            width=call.state.width,
+            block_size=call.state.block_size,
+            held=max(1, min(call.window, call.window * per_program // (128 * warps))),
+        )
         _compress_kernel[(triton.cdiv(call.tokens, rows), call.head_dim // per_program)](
             state_cache,
             token_to_req_indices,
@@ -801,7 +712,7 @@ def rope_quant_insert(
     record, rule = record_constant(cache)
     native = use_native(launch, latent.device)
     tokens = slot_mapping.shape[0]
-    if validate:
+    if _validate.asked(validate):
         kept = slot_mapping >= 0
         at = positions[:tokens]
         _validate.positions(at[kept])
@@ -810,7 +721,7 @@ def rope_quant_insert(
         _validate.entries(at[ends], compress_ratio, cos_sin_cache.shape[0])
     if tokens == 0 or cache.num_blocks == 0:
         return
-    rows = launch.rows or (64 if interpreted() else 4)
+    rows = launch.rows or (64 if interpreted() else 1 if rule.element == "e2m1" else 2)
     with device_of(kv_cache):
         _rope_quant_kernel[(triton.cdiv(tokens, rows),)](
             latent.view(torch.int16),
@@ -830,7 +741,7 @@ def rope_quant_insert(
             RULE=rule,
             NATIVE=native,
             ROWS=rows,
-            num_warps=launch.num_warps or 4,
+            num_warps=launch.num_warps or 1,
             enable_fp_fusion=False,
         )
 
@@ -870,7 +781,7 @@ def pool_ring_latent(
     )
     native = use_native(launch, kv_score.device)
     tokens, requests = slot_mapping.shape[0], query_start_loc.shape[0] - 1
-    if validate:
+    if _validate.asked(validate):
         _validate.ring(positions, slot_mapping, query_start_loc, token_to_req_indices, ring)
     if tokens == 0 or (ring is not None and ring.num_blocks == 0):
         return
@@ -924,8 +835,34 @@ def pool_ring_latent(
             )
 
 
-def _columns_per_program(call: Compression, held: int) -> int:
-    """All columns for a window that one tile holds, else as many as keep a tile at 512 values."""
-    if interpreted() or call.window == held:
-        return call.head_dim
-    return max(32, min(call.head_dim, 512 * held // call.window))
+class Plan(NamedTuple):
+    """How `compress_norm_rope_store` is spread over programs.
+
+    Attributes:
+        tokens: that one program looks through for ends of groups.
+        columns: of a pooled row per program; fewer than the row has take a second kernel, which stores.
+    """
+
+    tokens: int
+    columns: int
+
+
+def plans(window: int, ratio: int, head_dim: int) -> tuple[Plan, ...]:
+    """Every plan that `choose_plan` may take: many groups, few groups, a group in every token.
+
+    A window of up to eight rows fits the registers of one program (SPEC 5.4 stores the row at once).
+    A larger one is spread over programs of 32 columns: full lines of memory, and 128 rows in registers;
+    of 16, where 32 would leave multiprocessors without work.
+    """
+    wide, narrow = (head_dim, head_dim) if window <= 8 else (min(32, head_dim), min(16, head_dim))
+    many = max(8, min(ratio, 128))
+    return Plan(many, wide), Plan(many, narrow), Plan(1, narrow)
+
+
+def choose_plan(tokens: int, requests: int, window: int, ratio: int, head_dim: int) -> Plan:
+    """The plan for the most groups that the tokens can end: no device is asked for the positions."""
+    groups = min(tokens, tokens // ratio + requests)
+    many, few, every = plans(window, ratio, head_dim)
+    if groups * ratio > 2 * tokens:  # decode, or short prefills
+        return every
+    return many if groups > 8 else few

@@ -211,12 +211,12 @@ def quantize_and_insert_k_cache(
     )
     record, rule = record_constant(cache)
     native = use_native(launch, k.device)
-    if validate:
+    if _validate.asked(validate):
         _validate.cache_slots("slot_mapping", slot_mapping, cache)
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.num_blocks == 0:
         return
-    rows = launch.rows or _rows_per_program(cache.layout)
+    rows = launch.rows or _rows_per_program(cache.layout, 1024 if record.raw else 2048)
     with device_of(k_cache):
         _insert_kernel[(triton.cdiv(tokens, rows),)](
             k.view(torch.int16),
@@ -230,7 +230,7 @@ def quantize_and_insert_k_cache(
             RULE=rule,
             NATIVE=native,
             ROWS=rows,
-            num_warps=launch.num_warps or 4,
+            num_warps=launch.num_warps or 2,
             enable_fp_fusion=False,
         )
 
@@ -267,13 +267,13 @@ def dequantize_and_gather_k_cache(
     record, rule = record_constant(cache)
     native = use_native(launch, out.device)
     lengths = seq_lens if gather_lens is None else gather_lens
-    if validate:
+    if _validate.asked(validate):
         name = "seq_lens" if gather_lens is None else "gather_lens"
         _validate_gather(name, seq_lens, lengths, block_table, out.shape[1], offset, cache)
     requests, room = out.shape[0], out.shape[1] - offset
     if requests == 0 or room <= 0 or cache.num_blocks == 0 or block_table.shape[1] == 0:
         return
-    rows = launch.rows or _rows_per_program(cache.layout)
+    rows = launch.rows or _rows_per_program(cache.layout, 2048)
     # A grid has at most 65,535 programs along its second and third axes.
     grid = (triton.cdiv(room, rows), min(requests, 65535), triton.cdiv(requests, 65535))
     with device_of(out):
@@ -296,7 +296,7 @@ def dequantize_and_gather_k_cache(
             RULE=rule,
             NATIVE=native,
             ROWS=rows,
-            num_warps=launch.num_warps or 4,
+            num_warps=launch.num_warps or (1 if rule.element == "e2m1" else 2),
             enable_fp_fusion=False,
         )
 
@@ -313,9 +313,9 @@ def describe(name: str, tensor: object) -> Array:
     return Array(name, tuple(tensor.shape), tensor.stride(), dtype, str(tensor.device))
 
 
-def _rows_per_program(layout: Layout) -> int:
-    """Rows per program: 2,048 values on a GPU; the interpreter pays per program, so more there."""
-    values = 65536 if interpreted() else 2048
+def _rows_per_program(layout: Layout, values: int) -> int:
+    """Rows that hold so many values; the interpreter pays per program, so more there."""
+    values = 65536 if interpreted() else values
     return max(1, values // layout.head_dim)
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from dsv4num.arguments import Combine, Mixed, check_combine, check_global_topk, check_mixed
 from dsv4num.errors import UnsupportedError, ValueRangeError
+from dsv4num.gpu import _validate
 from dsv4num.gpu._target import Launch, interpreted, use_native
 from dsv4num.gpu.paged_cache import describe
 from dsv4num.gpu.scalar import device_of
@@ -445,7 +446,7 @@ def compute_global_topk_indices_and_lens(
         describe("is_valid_token", is_valid_token),
     )
     use_native(launch, topk_indices.device)
-    if validate:
+    if _validate.asked(validate):
         _validate_global(topk_indices, token_to_req_indices, block_table, rows, is_valid_token)
     tokens, width = topk_indices.shape
     slots = _empty(topk_indices, tokens, width)
@@ -508,7 +509,7 @@ def combine_topk_swa_indices(
         N,
     )
     use_native(launch, topk_indices.device)
-    if validate:
+    if _validate.asked(validate):
         _validate_combine(topk_indices, query_start_loc, seq_lens, gather_lens, shape)
     columns = triton.cdiv(shape.topk + shape.window_size, 128) * 128
     rows = _empty(topk_indices, shape.tokens, columns)
@@ -597,7 +598,7 @@ def build_flashinfer_mixed_sparse_indices(
         optional("replay_start", replay_start),
     )
     use_native(launch, decode_swa_indices.device)
-    if validate:
+    if _validate.asked(validate):
         _validate_mixed(
             shape,
             decode_swa_indices,

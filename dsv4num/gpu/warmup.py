@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from dsv4num import gpu
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import get_layout
 from dsv4num.gpu._target import Launch, use_native
+from dsv4num.gpu.compressor import Plan, plans
 
 __all__ = [
     "CompressedCache",
@@ -260,7 +261,12 @@ def warmup(config: WarmupConfig, device: torch.device | str = "cuda") -> WarmupR
         ArgumentError: the configuration holds what an operation refuses.
         UnsupportedError: no kernel can run there.
     """
-    place = torch.device(device)
+    if not isinstance(config, WarmupConfig):
+        raise ArgumentError("config", type(config).__name__, "WarmupConfig")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError("device", repr(device), "a torch device") from error
     use_native(config.launch, place)
     steps = []
     for name, call in _calls(config, place):
@@ -284,7 +290,9 @@ def _calls(
     for c in config.compressed:
         kind = f"{c.layout}, ratio {c.compress_ratio}{', overlap' if c.overlap else ''}"
         yield f"save states {kind}", partial(_save_states, make, c)
-        yield f"compress {kind}", partial(_compress, make, c)
+        for plan in dict.fromkeys(_compress_plans(c)):
+            name = f"compress {kind}: {plan.tokens} tokens, {plan.columns} columns"
+            yield name, partial(_compress, make, c, plan)
         if c.gathered and get_layout(c.layout).head_dim == 512:
             kind = f"{c.layout}, {c.block_size} rows"
             yield f"gather {kind}", partial(_gather, make, c)
@@ -295,15 +303,15 @@ def _calls(
         if latent.gathered:
             kind = f"{latent.layout}, {latent.block_size} rows"
             yield f"gather {kind}", partial(_gather, make, latent)
-    for plan in config.indices:
-        kind = f"ratio {plan.compress_ratio}, top {plan.topk}, window {plan.window_size}"
-        if "global" in plan.builders and plan.topk:
-            yield f"global indices {kind}", partial(_global, make, plan)
-        if "combine" in plan.builders:
-            yield f"combined indices {kind}", partial(_combine, make, plan)
-        if "mixed" in plan.builders:
-            for mode in plan.decode_modes:
-                yield f"mixed indices {kind}, {mode}", partial(_mixed, make, plan, mode)
+    for index in config.indices:
+        kind = f"ratio {index.compress_ratio}, top {index.topk}, window {index.window_size}"
+        if "global" in index.builders and index.topk:
+            yield f"global indices {kind}", partial(_global, make, index)
+        if "combine" in index.builders:
+            yield f"combined indices {kind}", partial(_combine, make, index)
+        if "mixed" in index.builders:
+            for mode in index.decode_modes:
+                yield f"mixed indices {kind}, {mode}", partial(_mixed, make, index, mode)
 
 
 class _Inputs:
@@ -388,7 +396,13 @@ def _save_states(make: _Inputs, plan: CompressedCache) -> None:
     )
 
 
-def _compress(make: _Inputs, plan: CompressedCache) -> None:
+def _compress_plans(plan: CompressedCache) -> tuple[Plan, ...]:
+    """Every way in which the compressor's launcher may spread the work."""
+    ratio = plan.compress_ratio
+    return plans(ratio * (2 if plan.overlap else 1), ratio, get_layout(plan.layout).head_dim)
+
+
+def _compress(make: _Inputs, plan: CompressedCache, spread: Plan) -> None:
     ratio, rows, width = plan.compress_ratio, plan.state_block_size, _state_width(plan)
     blocks = triton.cdiv(ratio, rows)
     gpu.compress_norm_rope_store(
@@ -405,7 +419,11 @@ def _compress(make: _Inputs, plan: CompressedCache) -> None:
         compress_ratio=ratio,
         overlap=plan.overlap,
         layout=plan.layout,
-        launch=make.launch,
+        launch=replace(
+            make.launch,
+            rows=make.launch.rows or spread.tokens,
+            columns=make.launch.columns or spread.columns,
+        ),
     )
 
 

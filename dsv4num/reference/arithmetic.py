@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4num.arguments import epsilon
 from dsv4num.errors import ArgumentError
 from dsv4num.formats.arithmetic import (
     EXP32_LOWER_LIMIT,
@@ -128,7 +129,7 @@ def inv_rms(c: NDArray[np.float32], eps: float) -> NDArray[np.float32]:
         '3EBAF4BA'
     """
     _require_rows("c", c, "1.4")
-    small = _round_eps(eps)
+    small = np.float32(epsilon("eps", eps, "1.4"))
     share = _ONE / np.float32(c.shape[-1])
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         return np.asarray(_ONE / np.sqrt(tree_sum(c * c, -1) * share + small))
@@ -212,12 +213,3 @@ def _require_power_of_two(name: str, length: int, clause: str) -> None:
     """A length that adjacent pairs can reduce to one."""
     if length < 1 or length & (length - 1):
         raise ArgumentError(name, f"length {length}", "a power of two", clause)
-
-
-def _round_eps(eps: Any) -> np.float32:
-    """`eps` as fp32."""
-    if isinstance(eps, bool) or not isinstance(eps, float | int | np.floating | np.integer):
-        raise ArgumentError("eps", repr(eps), "a number of 0 or more", "1.4")
-    if not 0 <= eps <= FP32.max_value:  # false for NaN, and for any large integer
-        raise ArgumentError("eps", repr(eps), "finite in fp32, 0 or more", "1.4")
-    return np.float32(eps)

@@ -1,0 +1,41 @@
+"""Runs the code that Triton generates for an older NVIDIA target on the GPU at hand.
+
+The PTX of the older target is made by that target's own compilation, from the language down, and handed
+to the driver, which compiles it for the device, as it does for a program that is older than its GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from dsv4num.gpu._target import _ASSUMED, target_named
+
+#: Targets whose PTX a GPU of compute capability 9.0 runs.
+PTX_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
+
+
+def install(name: str) -> None:
+    """Makes this process compile every kernel for a target and leave the last step to the driver.
+
+    There is no way back: kernels that were compiled stay. A process serves one target.
+    """
+    target = target_named(name)
+    _ASSUMED.set(target)
+    active: Any = driver.active
+    active.get_current_target = lambda: GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+    knobs.runtime.add_stages_inspection_hook = _keep_ptx
+    # Triton 3.6 leaves the hook out of the key of its cache on disk.
+    knobs.cache.dir = str(Path(knobs.cache.dir) / f"ptx_{name}")
+
+
+def _keep_ptx(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
+    """Replaces the assembler by the PTX itself; called without arguments, says how caches tell it apart."""
+    if stages is None:
+        return "ptx", "ptx"
+    stages["cubin"] = lambda source, metadata: source.encode()
+    return None
