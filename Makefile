@@ -1,4 +1,4 @@
-# make verify | make test | make lint | make clean, each with ARGS="..." for the tool behind it.
+# make verify | make test | make lint | make bench | make clean, each with ARGS="..." for the tool behind it.
 # Nothing has to be installed first: every target makes .venv where it is missing or out of date.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ NEEDED := numpy:numpy ml_dtypes:ml_dtypes rich:rich scipy:scipy \
   matplotlib:matplotlib pytest:pytest xdist:pytest-xdist hypothesis:hypothesis mpmath:mpmath \
   nbmake:nbmake ruff:ruff mypy:mypy
 
-.PHONY: verify test lint clean
+.PHONY: verify test lint bench clean
 
 verify: $(STAMP)
 	$(PY) -m dsv4num verify $(ARGS)
@@ -28,6 +28,9 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+bench: $(STAMP)
+	$(PY) benchmarks/gpu.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

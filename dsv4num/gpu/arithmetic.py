@@ -39,8 +39,8 @@ _NAN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def exp_nonpositive(x):
-    """exp32 of fp32 values; NaN for NaN and for x > 0."""
-    # The sum with MAGIC ends in the bits of n, and y * 2**n is exact: n is added to its exponent.
+    """exp32 of fp32 values that are 0 or less, or NaN, which gives a NaN; of no meaning for x > 0."""
+    # The bits of the sum with MAGIC end in those of n.
     shifted = x * _LOG2E + _MAGIC
     n = shifted - _MAGIC
     high = x - n * _LN2_HI
@@ -48,9 +48,8 @@ def exp_nonpositive(x):
     r = high - low
     p = (((_P4 * r + _P3) * r + _P2) * r + _P1) * r + _P0
     y = 1.0 + (high + ((r * r) * p - low))
-    bits = bits_of(y) + (bits_of(shifted) << 23)
-    otherwise = tl.where(x < _LOWER_LIMIT, 0, _NAN).to(tl.uint32)
-    return float_of(tl.where((x <= 0.0) & (x >= _LOWER_LIMIT), bits, otherwise))
+    power = float_of((bits_of(shifted) << 23) + 0x3F800000)
+    return tl.where(x < _LOWER_LIMIT, 0.0, y * power)
 
 
 # A level of the tree adds the two elements of an axis of length 2, so that there is no order to choose
@@ -98,7 +97,9 @@ def load_weight(weight_ptr, column):
 @triton.jit
 def _exp32_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + at, exp_nonpositive(tl.load(x_ptr + at, mask=at < n, other=0.0)), mask=at < n)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    y = tl.where(x <= 0.0, bits_of(exp_nonpositive(x)), _NAN)
+    tl.store(y_ptr + at, float_of(y.to(tl.uint32)), mask=at < n)
 
 
 @triton.jit

@@ -85,24 +85,22 @@ def _pool(
     HELD: tl.constexpr = WINDOW.held
     LINES: tl.constexpr = WINDOW.rows // WINDOW.held
     index = tl.arange(0, LINES)[:, None] * HELD + tl.arange(0, HELD)[None, :]
-    position = last - (WINDOW.rows - 1) + index
-    present = position >= 0
-    safe = tl.where(present, position, 0)
-    entry = safe // WINDOW.block_size
-    listed = present & (entry < table_width)
+    position = last.to(tl.int32) - (WINDOW.rows - 1) + index  # below max_position, hence below 2**31
+    entry = position // WINDOW.block_size
+    listed = (position >= 0) & (entry < table_width)
     block = tl.load(table_ptr + entry, mask=listed, other=-1).to(tl.int64)
     known = listed & (block >= 0) & (block < num_state_blocks)
     good = tl.min(tl.min((known | (position < 0)).to(tl.int32), axis=1), axis=0) == 1
 
-    base = block * block_stride + (safe % WINDOW.block_size) * row_stride
+    base = block * block_stride + (position % WINDOW.block_size) * row_stride
     if WINDOW.overlap:
         base += tl.where(index < WINDOW.ratio, 0, WINDOW.head_dim)
     at = state_ptr + base[:, :, None] + column[None, None, :]
     loaded = tl.broadcast_to(known[:, :, None], (LINES, HELD, column.shape[0]))
     score = tl.load(at + WINDOW.width, mask=loaded, other=_NEGATIVE_INFINITY)
     kv = tl.load(at, mask=loaded, other=0.0)
-    finite = tl.where(score == score, score, _NEGATIVE_INFINITY)
-    largest = tl.max(tl.max(finite, axis=1), axis=0)
+    # A NaN among the scores makes the weight of its row NaN, and all of its column, whatever is largest.
+    largest = tl.max(tl.max(score, axis=1), axis=0)
     weight = exp_nonpositive(score - largest[None, None, :])
     # A row without a position has the weight exp(-inf) = 0; or NaN, where that of the last row is too.
     return tl.div_rn(_sum_window(weight * kv), _sum_window(weight)), good
@@ -446,10 +444,7 @@ def _publish_kernel(
                 earlier = kv_score_ptr + (token - 1) * kv_score_stride + column
             kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
             score1 = tl.load(here + WIDTH)[None, :]
-            largest = tl.maximum(
-                tl.where(score0 == score0, score0, _NEGATIVE_INFINITY),
-                tl.where(score1 == score1, score1, _NEGATIVE_INFINITY),
-            )
+            largest = tl.maximum(score0, score1)  # a NaN score gives NaN, whatever is largest
             weight0, weight1 = exp_nonpositive(score0 - largest), exp_nonpositive(score1 - largest)
             pooled = tl.div_rn(weight0 * kv0 + weight1 * pooled, weight0 + weight1)
         normed = (pooled * inverse_rms(pooled, eps)) * load_weight(weight_ptr, column)[None, :]

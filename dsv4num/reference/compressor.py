@@ -34,8 +34,8 @@ _ROPE_DIM = 64
 _LATENT_DIM = 512
 _NAN = np.uint32(FP32.encoded_nan).view(np.float32)
 
-#: fp32 numbers in one pooled temporary, 16 MiB.
-POOLED = 1 << 22
+#: fp32 numbers in one pooled temporary: 1 MiB, which stays in a core's cache.
+POOLED = 1 << 18
 
 
 def save_partial_states(

@@ -1,0 +1,1 @@
+"""How fast the kernels and the oracle are. See RESULTS.md."""
