@@ -1,4 +1,4 @@
-# make verify | make test | make lint | make bench | make clean, each with ARGS="..." for the tool behind it.
+# make verify | test | lint | bench | notebooks | figures | clean, each with ARGS="..." for the tool behind it.
 # Nothing has to be installed first: every target makes .venv where it is missing or out of date.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ NEEDED := numpy:numpy ml_dtypes:ml_dtypes rich:rich scipy:scipy \
   matplotlib:matplotlib pytest:pytest xdist:pytest-xdist hypothesis:hypothesis mpmath:mpmath \
   nbmake:nbmake ruff:ruff mypy:mypy
 
-.PHONY: verify test lint bench clean
+.PHONY: verify test lint bench notebooks figures clean
 
 verify: $(STAMP)
 	$(PY) -m dsv4num verify $(ARGS)
@@ -31,6 +31,14 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) benchmarks/gpu.py $(ARGS)
+
+notebooks: $(STAMP)
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -p xdist -n 2 -p nbmake.pytest_plugin \
+	  --nbmake notebooks $(ARGS)
+
+# Runs the notebooks, saves their outputs, and copies the figures of the documents out of them.
+figures: $(STAMP)
+	$(PY) -m tools.figures --execute
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
