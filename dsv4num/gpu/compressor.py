@@ -99,7 +99,7 @@ def _pool(
     loaded = tl.broadcast_to(known[:, :, None], (LINES, HELD, column.shape[0]))
     score = tl.load(at + WINDOW.width, mask=loaded, other=_NEGATIVE_INFINITY)
     kv = tl.load(at, mask=loaded, other=0.0)
-    # A NaN among the scores makes the weight of its row NaN, and all of its column, whatever is largest.
+    # A NaN score makes the weight of its row NaN, and all of its column, whatever is largest.
     largest = tl.max(tl.max(score, axis=1), axis=0)
     weight = exp_nonpositive(score - largest[None, None, :])
     # A row without a position has the weight exp(-inf) = 0; or NaN, where that of the last row is too.

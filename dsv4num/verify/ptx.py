@@ -34,7 +34,7 @@ def install(name: str) -> None:
 
 
 def _keep_ptx(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
-    """Replaces the assembler by the PTX itself; called without arguments, says how caches tell it apart."""
+    """Puts the PTX in place of machine code; without arguments, says how caches tell that apart."""
     if stages is None:
         return "ptx", "ptx"
     stages["cubin"] = lambda source, metadata: source.encode()
