@@ -307,3 +307,20 @@ def test_what_the_kernels_do_not_refuse(device: str) -> None:
     for rule in RULES:
         odd = np.float32([-1, np.nan, -np.inf, -0.0])
         assert gpu.encode_scale(tensor(odd, device), rule).shape == (4,)
+
+
+def test_quotients_at_every_midpoint_of_every_scale(device: str) -> None:
+    """NVFP4: the kernel takes no quotient, so x is put beside every midpoint times every scale."""
+    scales = oracle.decode(np.arange(1, 127, dtype=np.uint8), "e4m3fn")
+    midpoints = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    products = (scales[:, None] * midpoints).view(np.uint32)
+    beside = products[..., None] + np.arange(-7, 8).astype(np.uint32)  # 15 neighbours: one group each
+    x = np.concatenate([beside.view(np.float32), -beside.view(np.float32)], axis=1)
+    amax = np.broadcast_to(6 * scales[:, None, None], (*x.shape[:2], 1))
+    groups = np.concatenate([amax, x], axis=2).reshape(-1, 16)
+    codes, scale_codes = oracle.quantize(groups, "N2/16")
+    assert np.array_equal(scale_codes[:, 0], np.repeat(np.arange(1, 127), 14))
+    assert {*range(8), *range(9, 16)} <= set(codes.ravel().tolist())
+    found, found_scales = gpu.quantize(torch.from_numpy(groups).to(device), "N2/16")
+    assert np.array_equal(found_scales.cpu().numpy(), scale_codes)
+    assert np.array_equal(found.cpu().numpy(), codes)

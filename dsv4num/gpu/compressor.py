@@ -85,7 +85,9 @@ def _pool(
     HELD: tl.constexpr = WINDOW.held
     LINES: tl.constexpr = WINDOW.rows // WINDOW.held
     index = tl.arange(0, LINES)[:, None] * HELD + tl.arange(0, HELD)[None, :]
-    position = last.to(tl.int32) - (WINDOW.rows - 1) + index  # below max_position, hence below 2**31
+    position = (
+        last.to(tl.int32) - (WINDOW.rows - 1) + index
+    )  # below max_position, hence below 2**31
     entry = position // WINDOW.block_size
     listed = (position >= 0) & (entry < table_width)
     block = tl.load(table_ptr + entry, mask=listed, other=-1).to(tl.int64)

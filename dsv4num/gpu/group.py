@@ -16,7 +16,14 @@ import triton.language as tl
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import GroupRule, get_rule
 from dsv4num.gpu._target import Launch, interpreted, use_native
-from dsv4num.gpu.scalar import bits_of, decode_bits, device_of, encode_bits, float_of
+from dsv4num.gpu.scalar import (
+    bits_of,
+    decode_bits,
+    device_of,
+    encode_bits,
+    encode_e2m1_quotient,
+    float_of,
+)
 
 __all__ = ["dequantize", "encode_scale", "quantize"]
 
@@ -25,10 +32,18 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def amax_bits(bits):
+def amax_bits(bits, NATIVE: tl.constexpr):
     """fp32 bits of the largest magnitude in each row of [N, GROUP]; NaN counts as 0 (clause 1.6)."""
-    magnitude = bits & _MAGNITUDE
-    return tl.max(tl.where(magnitude > _INFINITY, 0, magnitude), axis=1)
+    if NATIVE:
+        # The maximum of the hardware leaves a NaN out, unless there is nothing else.
+        amax = bits_of(tl.max(tl.abs(float_of(bits)), axis=1))
+        amax = tl.where(amax > _INFINITY, 0, amax)
+    else:
+        # As an unsigned number, how far a magnitude is below infinity: beyond that for a NaN.
+        infinity = tl.full(bits.shape, _INFINITY, tl.uint32)
+        nearest = tl.min(infinity - (bits & _MAGNITUDE), axis=1)
+        amax = tl.where(nearest > _INFINITY, 0, tl.full(nearest.shape, _INFINITY, tl.uint32) - nearest)
+    return amax
 
 
 class Rule(NamedTuple):
@@ -64,27 +79,28 @@ def encode_scale_bits(amax, RULE: tl.constexpr):
 
 
 @triton.jit
-def scale_elements(bits, scale_codes, RULE: tl.constexpr):
-    """fp32 bits [N, GROUP] brought into the range of the element format by scale codes [N]."""
-    if RULE.scale == "ue8m0":
+def encode_elements(bits, scale_codes, RULE: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes of fp32 bits [N, GROUP] brought into the range of the element format by scale codes [N]."""
+    ELEMENT: tl.constexpr = RULE.element
+    SCALE: tl.constexpr = RULE.scale
+    if SCALE == "ue8m0":
         inverse = (254 - scale_codes) << 23
         # Code 254 has the subnormal inverse 2**-127; code 255 multiplies by 0.
         at_infinity: tl.constexpr = 0x00400000 if RULE.infinite_code == 254 else 0
         inverse = tl.where(scale_codes == RULE.infinite_code, at_infinity, inverse)
-        scaled = float_of(bits) * float_of(inverse)[:, None]
+        scaled = bits_of(float_of(bits) * float_of(inverse)[:, None])
+        codes = encode_bits(scaled, ELEMENT, NATIVE)
     else:
-        SCALE: tl.constexpr = RULE.scale
-        scale = float_of(decode_bits(scale_codes, SCALE, False))
-        scaled = tl.div_rn(float_of(bits), tl.broadcast_to(scale[:, None], bits.shape))
-    return bits_of(scaled)
+        tl.static_assert(ELEMENT == "e2m1")
+        codes = encode_e2m1_quotient(bits, float_of(decode_bits(scale_codes, SCALE, False)))
+    return codes
 
 
 @triton.jit
 def quantize_groups(bits, RULE: tl.constexpr, NATIVE: tl.constexpr):
     """Codes [N, GROUP] and uint32 scale codes [N] of fp32 bits [N, GROUP]."""
-    scale_codes = encode_scale_bits(amax_bits(bits), RULE)
-    ELEMENT: tl.constexpr = RULE.element
-    return encode_bits(scale_elements(bits, scale_codes, RULE), ELEMENT, NATIVE), scale_codes
+    scale_codes = encode_scale_bits(amax_bits(bits, NATIVE), RULE)
+    return encode_elements(bits, scale_codes, RULE, NATIVE), scale_codes
 
 
 @triton.jit

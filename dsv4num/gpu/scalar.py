@@ -129,6 +129,26 @@ def encode_bits(bits, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def encode_e2m1_quotient(bits, scale):
+    """uint32 E2M1 codes of fp32 bits [N, GROUP] over positive scales [N] of four significant bits.
+
+    No quotient is taken. A midpoint of two values times the scale is exact in fp32, and x lies beyond
+    the product, on it, or before it, exactly where the quotient, rounded to fp32, does with the
+    midpoint: the fp32 numbers next to the product are further off than half an ulp of the midpoint
+    times the scale. A quotient on a midpoint goes to the even code.
+    """
+    magnitude = float_of(bits & _MAGNITUDE)
+    high = magnitude >= (1.75 * scale)[:, None]
+    middle = magnitude >= tl.where(high, (3.5 * scale)[:, None], (0.75 * scale)[:, None])
+    upper = tl.where(middle, (5.0 * scale)[:, None], (2.5 * scale)[:, None])
+    lower = tl.where(middle, (1.25 * scale)[:, None], (0.25 * scale)[:, None])
+    low = magnitude > tl.where(high, upper, lower)
+    codes = (high.to(tl.uint32) << 2) | (middle.to(tl.uint32) << 1) | low.to(tl.uint32)
+    codes |= (bits >> 28) & 0x8
+    return tl.where((bits & _MAGNITUDE) > _INFINITY, _E2M1_NAN, codes)
+
+
+@triton.jit
 def round_bf16_bits(bits, NATIVE: tl.constexpr):
     """bf16 codes of fp32 bits as uint16: nearest even, every NaN 0x7FFF (clause 1.5)."""
     if NATIVE:
@@ -143,12 +163,10 @@ def round_bf16_bits(bits, NATIVE: tl.constexpr):
 
 @triton.jit
 def _widen_magnitude(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """fp32 bits of the value of a positive code."""
-    normal = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)
-    SPACING: tl.constexpr = (128 - BIAS - MANTISSA) << 23  # of the subnormals, as fp32 bits
-    spacing = tl.full(magnitude.shape, SPACING, tl.uint32)
-    subnormal = bits_of(magnitude.to(tl.int32).to(tl.float32) * float_of(spacing))
-    return tl.where(magnitude < (_ONE << MANTISSA), subnormal, normal)
+    """fp32 bits of the value of a positive code, which read as an fp32 is 2**(127 - BIAS) too small."""
+    RAISE: tl.constexpr = (254 - BIAS) << 23
+    factor = tl.full(magnitude.shape, RAISE, tl.uint32)
+    return bits_of(float_of(magnitude << (23 - MANTISSA)) * float_of(factor))
 
 
 @triton.jit
