@@ -19,12 +19,14 @@ from conftest import stale_records
 
 import dsv4num
 from dsv4num.cli import main
+from dsv4num.errors import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import dsv4num.gpu  # noqa: E402  (only where torch is)
-from dsv4num.verify import operations, report, runner  # noqa: E402
+from dsv4num.verify import command, devices, operations, report, runner  # noqa: E402
+from dsv4num.verify.merge import merge as merge_of  # noqa: E402
 from dsv4num.verify.operations import OPERATIONS  # noqa: E402
 
 PACKAGE = Path(dsv4num.__file__).parent
@@ -66,7 +68,12 @@ def test_json(verify: Any, tmp_path: Path, device: str) -> None:
     found = json.loads(file.read_text())
     assert code == 0
     assert set(found) == {
-        *("environment", "date", "level", "seed", "seconds", "bytes", "mismatches", "rows")
+        *("environment", "date", "level", "seed", "seconds", "bytes", "mismatches", "rows"),
+        *("selection", "shard", "sources"),
+    }
+    assert found["sources"] == report.source_hashes() and found["shard"] == "0/1"
+    assert found["selection"] == {
+        **{"operations": ["decode"], "variants": ["e2m1"], "cases": [], "paths": []}
     }
     assert (found["level"], found["seed"], found["mismatches"]) == ("quick", 7, 0)
     versions = {"dsv4num", "spec", "python", "numpy", "torch", "triton"}
@@ -102,8 +109,15 @@ def test_every_case_of_one_layout(verify: Any, tmp_path: Path) -> None:
         (("--op", INSERT, "--op", "pack", "--layout", "v4"), "--op: got 'pack'; allowed: "),
         (("--op", "pack", "--case", "every pair", "--case", "no"), "--case: got 'no'; allowed: "),
         (("--op", "pack", "--jobs", "-1"), "--jobs: got -1; allowed: 0"),
-        (("--op", "pack", "--json", "/no such folder/x"), "--json: got /no such folder/x; allowed: "),
+        (
+            ("--op", "pack", "--json", "/no such folder/x"),
+            "--json: got /no such folder/x; allowed: ",
+        ),
         (("--op", "pack", "--case", "no such case"), "selection: got no case; allowed: "),
+        (("--op", "pack", "--shard", "2/2"), "--shard: got '2/2'; allowed: I/N with 0 <= I < N"),
+        (("--op", "pack", "--shard", "x/2"), "--shard: got 'x/2'; allowed: I/N"),
+        (("--op", "pack", "--shard", "1"), "--shard: got '1'; allowed: I/N"),
+        (("--op", "tree_sum", "--level", "exhaustive"), "variants at level exhaustive"),
     ],
 )
 def test_bad_selections(options: tuple[str, ...], text: str, verify: Any) -> None:
@@ -205,6 +219,399 @@ def test_record_and_targets(
     path.write_text("{")
     (line,) = stale_records()
     assert path.name in line and "cannot be read" in line
+
+
+# --- how far each architecture is proven ----------------------------------------------
+
+
+def executed(**environment: str) -> dict[str, Any]:
+    """A record as `verify --record` writes it."""
+    versions = {"triton": "3.6.0", "torch": "2.11.0", "driver": "580.1", "gpu": "NVIDIA H200"}
+    rows = [{"operation": "pack", "variant": "e2m1", "path": "native"}]
+    return {
+        "date": "2026-12-01T10:00:00Z",
+        "environment": {**versions, **environment},
+        **{"level": "full", "seed": 0, "seconds": 300, "bytes": 1234567, "mismatches": 0},
+        **{"sources": report.source_hashes(), "ran": rows},
+    }
+
+
+def test_targets_say_for_each_architecture_how_far_it_is_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "proof_folder", lambda: tmp_path)
+
+    def parts() -> dict[str, str]:
+        """What is printed, by architecture."""
+        assert main(["targets"]) == 0
+        blocks: dict[str, list[str]] = {}
+        for line in capsys.readouterr().out.splitlines():
+            name = line if not line.startswith(" ") else list(blocks)[-1]
+            blocks.setdefault(name, []).append(line)
+        return {name: " ".join(" ".join(lines[1:]).split()) for name, lines in blocks.items()}
+
+    def write(name: str, record: dict[str, Any]) -> None:
+        (tmp_path / name).write_text(json.dumps(record))
+
+    full = executed(arch="sm_90")
+    write("sm_90.json", full)
+    write(
+        "sm_90.exhaustive.json", {**full, "level": "exhaustive", "date": "2026-12-02", "bytes": 77}
+    )
+    write("sm_80.ptx.json", executed(arch="sm_90", ptx="sm_80"))
+    audit = {
+        "date": "2026-12-03T00:00:00Z",
+        "environment": {"triton": "3.9.0", "torch": "2.13.0"},
+        **{"level": "quick", "sources": report.source_hashes()},
+        "targets": {
+            name: {
+                "portable": 1500,
+                "native": 40 * (name == "sm_90"),
+                "findings": 2 * (name == "gfx942"),
+            }
+            for name in report.ARCHITECTURES
+            if name != "gfx950"
+        },
+    }
+    write("audit.json", audit)
+    found = parts()
+    assert list(found)[: len(report.ARCHITECTURES)] == list(report.ARCHITECTURES)
+    assert len(report.ARCHITECTURES) == 11
+    on_hardware = (
+        "executed on hardware: NVIDIA H200, 2026-12-01, triton 3.6.0, torch 2.11.0, driver 580.1"
+    )
+    assert on_hardware in found["sm_90"]
+    assert "level full: 1,234,567 bytes compared on the native path, 0 mismatches" in found["sm_90"]
+    assert "2026-12-02" in found["sm_90"] and "level exhaustive: 77 bytes" in found["sm_90"]
+    audited = "compiled and audited: 2026-12-03, triton 3.9.0, torch 2.13.0 level quick: "
+    assert found["sm_90"].index("executed") < found["sm_90"].index(audited)
+    assert "executed as PTX: NVIDIA H200" in found["sm_80"] and "hardware" not in found["sm_80"]
+    assert found["gfx1201"] == audited + "1,500 portable specializations, 0 findings; current"
+    assert "40 native and 1,500 portable specializations" in found["sm_90"]
+    assert "2 findings" in found["gfx942"]
+    assert found["gfx950"].startswith("no record")
+
+    (tmp_path / "audit.json").unlink()
+    write(
+        "sm_80.ptx.json", {**executed(arch="sm_90", ptx="sm_80"), "sources": {"gpu/gone.py": "0"}}
+    )
+    found = parts()
+    assert found["gfx942"].startswith("no record") and "STALE" in found["sm_80"]
+    assert "gpu/gone.py" in found["sm_80"] and "STALE" not in found["sm_90"]
+
+    write("audit.json", {**audit, "targets": {"sm_80": 5}})
+    write("reference.json", {"sources": []})
+    text = " ".join(parts())  # one bad file hides no other
+    assert "audit.json is no record of proof" in text
+    assert "reference.json is no record of proof" in text
+
+
+def test_targets_of_this_checkout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["targets"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no record of proof" not in out and "executed on hardware: NVIDIA H200" in out
+    assert "reference held to other oracles" in out and "0 mismatches" in out
+
+
+def test_a_record_about_the_reference_is_stale_by_its_own_files(tmp_path: Path) -> None:
+    then = {
+        name: report.source_hashes()[name] for name in ("formats/group.py", "formats/scalar.py")
+    }
+    assert report.stale_sources({"sources": then}) == []
+    changed = {**then, "formats/group.py": "0", "reference/gone.py": "0"}
+    assert report.stale_sources({"sources": changed}) == ["formats/group.py", "reference/gone.py"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "level", "name"),
+    [
+        ({"arch": "sm_90"}, "full", "sm_90.json"),
+        ({"arch": "gfx942"}, "quick", "gfx942.json"),
+        ({"arch": "sm_90"}, "exhaustive", "sm_90.exhaustive.json"),
+        ({"arch": "sm_90", "ptx": "sm_80"}, "full", "sm_80.ptx.json"),
+    ],
+)
+def test_names_of_records(environment: dict[str, str], level: str, name: str) -> None:
+    assert report.record_name(environment, level) == name
+
+
+# --- shards ---------------------------------------------------------------------------
+
+SOME = ("--op", "decode", "--op", "pack", "--op", "unpack", "--path", "portable")
+
+
+@pytest.fixture
+def merge(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `report merge` in this process: exit code, output, errors."""
+
+    def run(*options: str | Path) -> tuple[int, str, str]:
+        code = main(["report", "merge", *map(str, options)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def three(device: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The reports of three shards."""
+    folder = tmp_path_factory.mktemp("shards")
+    files = [folder / f"{index}.json" for index in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
+        for index, file in enumerate(files):
+            options = (
+                "--device",
+                device,
+                "--jobs",
+                "1",
+                "--shard",
+                f"{index}/3",
+                "--json",
+                str(file),
+            )
+            assert main(["verify", *SOME, *options]) == 0
+    return files
+
+
+def without_time(file: Path) -> dict[str, Any]:
+    """A report without what differs from run to run."""
+    found: dict[str, Any] = json.loads(file.read_text())
+    for part in (found, *found["rows"]):
+        del part["seconds"]
+    for row in found["rows"]:
+        row["names"].sort()
+    del found["date"]
+    return found
+
+
+def test_shards_together_are_the_whole(
+    verify: Any, merge: Any, three: list[Path], tmp_path: Path
+) -> None:
+    whole, joined = tmp_path / "whole.json", tmp_path / "joined.json"
+    code, expected, _ = verify(*SOME, "--json", str(whole))
+    assert code == 0
+    code, out, err = merge(three[2], three[0], three[1], "--json", joined)
+    assert (code, err) == (0, "")
+    assert without_time(joined) == without_time(whole)
+
+    def table(text: str) -> list[list[str]]:
+        lines = [line.split() for line in text.splitlines()]
+        return [words[:7] for words in lines if len(words) == 8 and words[2] == "portable"]
+
+    assert table(out) == table(expected) != []
+    cases = [json.loads(file.read_text()) for file in three]
+    sizes = [sum(row["cases"] for row in found["rows"]) for found in cases]
+    assert sum(sizes) == sum(row["cases"] for row in without_time(whole)["rows"])
+    assert min(sizes) > 0 and max(sizes) - min(sizes) <= 3
+
+
+def test_an_empty_shard_is_no_error(verify: Any, merge: Any, device: str, tmp_path: Path) -> None:
+    """More shards than cases: a job of an array may have nothing to do."""
+    files = [tmp_path / f"{index}.json" for index in range(50)]
+    for index, file in enumerate(files):
+        options = ("--op", "pack", "--shard", f"{index}/50", "--json", str(file))
+        assert verify(*options)[0] == 0
+    code, out, _ = merge(*files)
+    each = len(runner.paths_of(device))
+    assert code == 0 and f"{each} runs, {256 * each} bytes" in out
+
+
+def edited(file: Path, change: Any) -> Path:
+    """A report with a change, beside it."""
+    found = json.loads(file.read_text())
+    change(found)
+    copy = file.with_name("edited.json")
+    copy.write_text(json.dumps(found))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda r: r.update(level="full"), "got level full; allowed: quick, as in "),
+        (lambda r: r.update(seed=3), "got seed 3; allowed: 0, as in "),
+        (lambda r: r["environment"].update(triton="2.0"), "got environment.triton 2.0; allowed: "),
+        (lambda r: r["environment"].update(gpu="A"), "got environment.gpu A; allowed: None"),
+        (lambda r: r["sources"].update({"gpu/a.py": "0"}), "got sources.gpu/a.py 0; allowed: None"),
+        (lambda r: r["selection"].update(cases=["a"]), "got selection.cases ['a']; allowed: []"),
+        (lambda r: r.update(shard="0/3"), "got shard 0/3 again, after "),
+        (lambda r: r.update(shard="2/4"), "got shard 2/4; allowed: one of 3, as "),
+        (lambda r: r.update(shard="3/3"), "got '3/3'; allowed: I/N"),
+        (lambda r: r.update(shard=2), "'shard' of the whole of another kind"),
+        (lambda r: r.pop("sources"), "the whole without 'sources'"),
+        (lambda r: r.update(more=1), "the whole with 'more'"),
+        (lambda r: r.update(mismatches=1), "mismatches that are not the sum of the rows"),
+        (lambda r: r.update(bytes=-1), "'bytes' of the whole of another kind"),
+        (lambda r: r.update(seconds=float("inf")), "'seconds' of the whole of another kind"),
+        (lambda r: r.update(rows={}), "'rows' of the whole of another kind"),
+        (lambda r: r["rows"].append(5), "] not an object"),
+        (lambda r: r["rows"][0].update(bytes=True), "'bytes' of rows[0] of another kind"),
+        (lambda r: r["rows"][0].update(failures=["a"]), "'failures' of rows[0] of another kind"),
+        (lambda r: r["rows"][0]["names"].append("a"), "rows[0] with other names than cases"),
+        (lambda r: r["selection"].pop("paths"), "'selection' of the whole of another kind"),
+    ],
+)
+def test_reports_that_do_not_belong_together(
+    change: Any, text: str, three: list[Path], merge: Any, tmp_path: Path
+) -> None:
+    joined = tmp_path / "joined.json"
+    code, _, err = merge(*three[:2], edited(three[2], change), "--json", joined)
+    assert code == 2 and not joined.exists()
+    assert err.startswith("dsv4num: ") and text in err and err.count("\n") == 1, err
+
+
+def test_shards_that_are_missing_or_overlap(three: list[Path], merge: Any) -> None:
+    with pytest.raises(ArgumentError, match="reports: got none"):
+        merge_of({})
+    code, _, err = merge(three[0], three[2])
+    assert code == 2 and "got no shard 1 of 3; allowed: all shards of one run" in err
+    code, _, err = merge(three[0], three[0], three[2])
+    assert code == 2 and "twice; allowed: each report once" in err
+
+    def same_cases(found: dict[str, Any]) -> None:
+        found["shard"] = "2/3"
+
+    code, _, err = merge(three[0], three[1], edited(three[1], same_cases))
+    assert code == 2 and "twice; allowed: shards that do not overlap" in err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "5", "null", '{"rows": []}', "[" * 100_000, "\0", "NaN", b"\xff\xfe"],
+)
+def test_files_that_are_no_reports(content: str | bytes, merge: Any, tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, _, err = merge(file)
+    assert code == 2 and "a report of `verify --json`" in err and err.count("\n") == 1
+    assert merge(tmp_path / "absent.json")[0] == 2
+
+
+def test_a_mismatch_in_one_shard(three: list[Path], merge: Any, tmp_path: Path) -> None:
+    def worse(found: dict[str, Any]) -> None:
+        row = next(row for row in found["rows"] if row["cases"])
+        row["mismatches"] = found["mismatches"] = 3
+        row["failures"] = [["decode e2m1, case 'x'", "codes: 3 bytes differ"]]
+
+    code, out, _ = merge(edited(three[0], worse), *three[1:], "--json", tmp_path / "joined.json")
+    assert code == 1 and "codes: 3 bytes differ" in out and "3 mismatches" in out.splitlines()[-1]
+    assert json.loads((tmp_path / "joined.json").read_text())["mismatches"] == 3
+
+
+def test_only_the_whole_can_be_recorded(
+    verify: Any, merge: Any, three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "proof"
+    code, _, err = merge(*three, "--record", folder)  # all shards, but of a selection
+    assert code == 2 and "--record: got a part of the cases" in err and not folder.exists()
+    code, _, err = verify("--shard", "0/2", "--record", str(folder))
+    assert code == 2 and "--record: got a part of the cases" in err
+
+    only = {"pack": OPERATIONS["pack"], "unpack": OPERATIONS["unpack"]}
+    monkeypatch.setattr(operations, "OPERATIONS", only)
+    monkeypatch.setattr(runner, "OPERATIONS", only)
+    files = [tmp_path / f"half{index}.json" for index in range(2)]
+    for index, file in enumerate(files):
+        assert verify("--shard", f"{index}/2", "--json", str(file))[0] == 0
+    code, out, _ = merge(*files, "--record", folder)
+    assert code == 0 and "recorded in" in out
+    (path,) = folder.glob("*.json")
+    record = json.loads(path.read_text())
+    assert {row["operation"]: row["cases"] for row in record["ran"]} == {"pack": 1, "unpack": 1}
+    assert record["sources"] == report.source_hashes() and record["mismatches"] == 0
+
+
+def test_reports_are_joined_and_printed_where_there_is_no_torch(
+    three: list[Path], tmp_path: Path
+) -> None:
+    joined = tmp_path / "joined.json"
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["triton"] = None
+from dsv4num.cli import main
+sys.exit(main(["report", "merge", *sys.argv[1:]]) or main(["targets"]))
+"""
+    command = (sys.executable, "-c", code, *map(str, three), "--json", str(joined))
+    done = run_in(PACKAGE.parent, *command)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(joined.read_text())["mismatches"] == 0 and "sm_90" in done.stdout
+
+
+# --- several devices ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "visible", "chosen"),
+    [
+        ("all", 2, None, ["0", "1"]),
+        ("1,0", 2, None, ["1", "0"]),
+        ("all", 2, "5,7", ["5", "7"]),
+        ("1", 2, "GPU-a,GPU-b", ["GPU-b"]),
+    ],
+)
+def test_devices(
+    asked: str, count: int, visible: str | None, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.choose_devices(asked, count) == chosen
+
+
+@pytest.mark.parametrize("asked", ["2", "0,0", "", "one", "0,", "-1", "all,0"])
+def test_devices_that_are_not_there(asked: str) -> None:
+    with pytest.raises(ArgumentError, match="--devices"):
+        devices.choose_devices(asked, 2)
+    with pytest.raises(UnsupportedError, match="torch sees no GPU"):
+        devices.choose_devices(asked, 0)
+
+
+def test_devices_need_a_gpu(verify: Any, device: str) -> None:
+    if device == "cpu":
+        code, _, err = verify("--op", "pack", "--devices", "all")
+        assert code == 2 and "--devices: there is no GPU in use" in err
+
+
+def test_what_the_command_asks_of_devices(
+    verify: Any, merge: Any, three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options go to every process, the shard is split, and the joined report is printed and judged."""
+    file, asked = tmp_path / "run.json", []
+    assert merge(*three, "--json", file)[0] == 0
+
+    def answer(*arguments: Any) -> dict[str, Any]:
+        asked.append(arguments[:3])
+        return {**json.loads(file.read_text()), "shard": "1/2", "mismatches": 5}
+
+    monkeypatch.setattr(command, "_choose_device", lambda asked: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices, "run_on_devices", answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    chosen = ("--op", "pack", "--layout", "e2m1", "--case", "every pair", "--path", "portable")
+    code, out, _ = verify(*chosen, "--seed", "3", "--shard", "1/2", "--devices", "all")
+    assert code == 1 and "shard 1/2: " in out and "5 mismatches" in out.splitlines()[-1]
+    options = ["--device", "cuda", "--level", "quick", "--jobs", "1", "--seed", "3", "--op", "pack"]
+    options += ["--variant", "e2m1", "--case", "every pair", "--path", "portable"]
+    assert asked == [(["4", "6"], options, (1, 2))]
+
+
+def test_a_process_for_each_device(verify: Any, tmp_path: Path) -> None:
+    """The devices of one shard out of two do together what that shard does alone."""
+    options = ("--op", "unpack", "--op", "decode", "--path", "portable")
+    given = ("--device", "cpu", "--jobs", "1", *options)
+    ended: list[str] = []
+    joined, alone = tmp_path / "joined.json", tmp_path / "alone.json"
+    found = devices.run_on_devices(["0", "1"], given, (1, 2), ended.append)
+    joined.write_text(json.dumps(found))
+    assert sorted(ended) == ["device 0", "device 1"]
+    assert verify(*options, "--shard", "1/2", "--json", str(alone))[0] == 0
+    assert without_time(joined) == without_time(alone)
+    assert found["shard"] == "1/2" and found["bytes"] > 0
+
+
+def test_a_device_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"device 0: exit code 2: dsv4num: --op: got 'no'"):
+        devices.run_on_devices(["0"], ("--device", "cpu", "--op", "no"), (0, 1))
 
 
 # --- planted faults -------------------------------------------------------------------
@@ -384,14 +791,18 @@ def judge(fault: Fault, out: str) -> list[list[str]]:
     runs = failing_runs(out)
     assert runs, out
     options = dict(zip(fault.run[::2], fault.run[1::2], strict=True))
-    heading = f"{options['--op']} {options['--layout']}, case '{options['--case']}', portable path, "
+    heading = (
+        f"{options['--op']} {options['--layout']}, case '{options['--case']}', portable path, "
+    )
     for lines in runs:
         assert len(lines) <= MAX_LINES, "\n".join(lines)
         assert lines[0].startswith(heading), lines[0]
         assert re.search(r"rows (default|\d+), warps (default|\d+)$", lines[0])
         assert any(re.search(fault.place, line) for line in lines[1:-1]), "\n".join(lines)
         assert any(fault.likely in line for line in lines[1:-1]), "\n".join(lines)
-        assert lines[-1].startswith("  reproduce: python -m dsv4num verify --device cpu "), lines[-1]
+        assert lines[-1].startswith("  reproduce: python -m dsv4num verify --device cpu "), lines[
+            -1
+        ]
         words = shlex.split(lines[-1])
         for option in ("--op", "--case", "--level", "--path", "--seed"):
             assert option in words
@@ -423,7 +834,6 @@ def test_the_reproduce_line_as_a_shell_command(tmp_path: Path) -> None:
     again = run_in(tmp_path, "sh", "-c", f"{shlex.quote(sys.executable)} {line}")
     assert again.returncode == 1, again.stdout + again.stderr
     assert judge(fault, again.stdout)[0] == runs[0]
-
 
 
 # --- what a message may not say -------------------------------------------------------
@@ -487,9 +897,43 @@ def test_a_reason_looks_at_whole_codes(
     assert wrong not in text, text
 
 
-def test_a_report_says_how_many_bytes_differ(
-    verify: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_says_how_many_bytes_differ(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = spoiled(verify, monkeypatch, *insert_of("v41_mxfp8", "wide"))
     assert re.search(r": [\d,]{5,} bytes differ", lines[1]), lines[1]
     assert "  ... and more" in lines and len(lines) <= 20
+
+
+def test_ptx_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", "--ptx", "sm_80", "--op", "exp32"]) == 2
+    assert "--ptx" in capsys.readouterr().err
+
+
+PTX = """
+import triton, triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dsv4num.gpu.arithmetic import _exp32_kernel as kernel
+from dsv4num.verify.ptx import _keep_ptx
+
+knobs.runtime.add_stages_inspection_hook = _keep_ptx
+signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+source = ASTSource(kernel, signature, {(3,): 1024})
+made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
+assert made.asm["cubin"].decode() == made.asm["ptx"]
+print(".target sm_80" in made.asm["ptx"], ".entry _exp32_kernel" in made.asm["ptx"])
+"""
+
+
+def test_the_ptx_of_an_older_target_is_what_the_driver_gets(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PTX],
+        capture_output=True,
+        text=True,
+        cwd=Path(dsv4num.__file__).parent.parent,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True\n"

@@ -156,12 +156,12 @@ def _next(index, wanted, after, COUNT: tl.constexpr):
 
 @triton.jit
 def _load_cos_sin(cos_ptr, entry, entry_stride, D: tl.constexpr):
-    """cos and sin [1, D / 2] of a table entry for the pairs of a row: 1 and 0 before its last 64."""
+    """cos and sin [1, D / 2] of a table entry, and which pairs of a row they rotate: the last 32."""
     pair = tl.arange(0, D // 2) - (D - _ROPE_DIM) // 2
     rotated = pair >= 0
     at = cos_ptr + entry * entry_stride + pair
-    cos = tl.load(at, mask=rotated, other=1.0)
-    sin = tl.load(at + _ROPE_DIM // 2, mask=rotated, other=0.0)
+    cos = tl.load(at, mask=rotated)
+    sin = tl.load(at + _ROPE_DIM // 2, mask=rotated)
     return cos[None, :], sin[None, :], rotated[None, :]
 
 
@@ -373,8 +373,8 @@ def _rope_quant_kernel(
     pair = first[:, None] + tl.arange(0, GROUP // 2)[None, :]
     rotated = kept[:, None] & (pair >= 0)
     at = cos_ptr + (entry * entry_stride)[:, None] + pair
-    cos = tl.load(at, mask=rotated, other=1.0)
-    sin = tl.load(at + _ROPE_DIM // 2, mask=rotated, other=0.0)
+    cos = tl.load(at, mask=rotated)
+    sin = tl.load(at + _ROPE_DIM // 2, mask=rotated)
     new_even, new_odd = rotate_pairs(float_of(even), float_of(odd), cos, sin)
     even = tl.where(rotated, bits_of(new_even), even)
     odd = tl.where(rotated, bits_of(new_odd), odd)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-Level = Literal["quick", "full"]
+Level = Literal["quick", "full", "exhaustive"]
 Array = NDArray[Any]
 BF16 = ml_dtypes.bfloat16
 
@@ -51,6 +51,24 @@ class Case:
     sweep: bool = False
     half: bool = False
     large: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A case that is made only where it runs: the exhaustive level has thousands of them.
+
+    Attributes:
+        name: the name that the case has.
+        make: makes the case.
+    """
+
+    name: str
+    make: Callable[[], Case]
+
+
+def ready(case: Case) -> Block:
+    """A case that is there already."""
+    return Block(case.name, lambda: case)
 
 
 def generator(seed: int, *names: str) -> np.random.Generator:

@@ -1,4 +1,4 @@
-"""The commands `verify` and `targets`."""
+"""The commands `verify`, `report` and `targets`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import json
 import os
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4num.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:  # the command line works where torch and rich are not
+    from rich.console import Console
+
+    from dsv4num.verify.merge import Report
+    from dsv4num.verify.runner import Options
 
 #: Columns of the table.
 _WIDTH = 120
@@ -23,7 +30,7 @@ def add_verify(subparsers: Any) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="cuda if there is a GPU, else cpu"
     )
-    parser.add_argument("--level", choices=("quick", "full"), default="quick")
+    parser.add_argument("--level", choices=("quick", "full", "exhaustive"), default="quick")
     parser.add_argument("--op", action="append", default=[], help="operation (may be repeated)")
     parser.add_argument(
         "--layout", action="append", default=[], help="layout; the same as --variant"
@@ -35,9 +42,35 @@ def add_verify(subparsers: Any) -> None:
     parser.add_argument("--path", action="append", default=[], choices=("native", "portable"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=0, help="processes (default: by the machine)")
+    parser.add_argument(
+        "--shard", metavar="I/N", help="only the part I of N, counted from 0: $RANK/$WORLD_SIZE"
+    )
+    parser.add_argument(
+        "--devices", metavar="LIST", help="a process for each local GPU: all, or as in 0,2"
+    )
+    parser.add_argument(
+        "--ptx",
+        metavar="LIST",
+        default="",
+        help="run what is generated for older targets, compiled by the driver: sm_80,sm_89",
+    )
+    _add_outputs(parser)
+    parser.set_defaults(func=verify)
+
+
+def add_report(subparsers: Any) -> None:
+    """Adds the `report` command to a command line."""
+    parser = subparsers.add_parser("report", help="join the reports of the shards of one run")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    action = actions.add_parser("merge", help="join reports; fails as `verify` does")
+    action.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of verify --json")
+    _add_outputs(action)
+    action.set_defaults(func=merge_reports)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write FOLDER/<arch>.json")
-    parser.set_defaults(func=verify)
 
 
 def add_targets(subparsers: Any) -> None:
@@ -49,12 +82,61 @@ def add_targets(subparsers: Any) -> None:
 def verify(arguments: argparse.Namespace) -> int:
     """Runs the cases; 0 only if nothing differs."""
     device = _choose_device(arguments.device)
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from dsv4num.verify import report
+    from dsv4num.verify.merge import parse_shard
+    from dsv4num.verify.runner import Options
+
+    at_once = 16 if arguments.level == "exhaustive" else 8  # there the oracle is what takes time
+    options = Options(
+        device=device,
+        level=arguments.level,
+        operations=tuple(arguments.op),
+        variants=(*arguments.layout, *arguments.variant),
+        cases=tuple(arguments.case),
+        paths=tuple(arguments.path),
+        seed=arguments.seed,
+        jobs=arguments.jobs or min(os.cpu_count() or 1, at_once),
+        shard=parse_shard(arguments.shard) if arguments.shard is not None else (0, 1),
+    )
+    _check_options(arguments, options)
+    code = 0
+    for ptx in arguments.ptx.split(","):
+        code |= _verify_one(_console(), arguments, replace(options, ptx=ptx))
+    return code
+
+
+def _verify_one(console: Console, arguments: argparse.Namespace, options: Options) -> int:
+    """One run, of the device's own code or of one older target's; its exit code."""
+    if arguments.devices is not None:
+        whole = _run_on_devices(console, arguments, options)
+    else:
+        whole = _run_here(console, options)
+    return _conclude(console, whole, arguments.json, arguments.record)
+
+
+def merge_reports(arguments: argparse.Namespace) -> int:
+    """Joins reports; 0 only if nothing differs."""
+    from dsv4num.verify.merge import merge, read_report
+
+    _check_writable(arguments.json, arguments.record)
+    whole = merge({str(path): read_report(path) for path in _each_once(arguments.files)})
+    console = _console()
+    _print_environment(console, whole["environment"])
+    return _conclude(console, whole, arguments.json, arguments.record)
+
+
+def _each_once(files: list[Path]) -> list[Path]:
+    """The files, which may not be named twice."""
+    for path in files:
+        if files.count(path) > 1:
+            raise ArgumentError("FILE", f"{path} twice", "each report once")
+    return files
+
+
+def _check_options(arguments: argparse.Namespace, options: Options) -> None:
+    """Refuses what could only fail later, or prove nothing."""
     from dsv4num.verify.operations import OPERATIONS
-    from dsv4num.verify.runner import Options, run, selected
+    from dsv4num.verify.runner import selected
 
     known = {variant for operation in OPERATIONS.values() for variant in operation.variants}
     for name in arguments.op:
@@ -64,57 +146,120 @@ def verify(arguments: argparse.Namespace) -> int:
         for name in names:
             if name not in known:
                 raise ArgumentError(option, repr(name), ", ".join(sorted(known)))
-    options = Options(
-        device=device,
-        level=arguments.level,
-        operations=tuple(arguments.op),
-        variants=(*arguments.layout, *arguments.variant),
-        cases=tuple(arguments.case),
-        paths=tuple(arguments.path),
-        seed=arguments.seed,
-        jobs=arguments.jobs or min(os.cpu_count() or 1, 8),
-    )
     if arguments.jobs < 0:
         raise ArgumentError("--jobs", arguments.jobs, "0 (by the machine) or more")
     pairs = list(selected(options))
     for name in arguments.op:
         if name not in {operation.name for operation, _ in pairs}:
-            raise ArgumentError("--op", repr(name), "an operation that has the chosen variants")
+            allowed = f"an operation that has the chosen variants at level {options.level}"
+            raise ArgumentError("--op", repr(name), allowed)
     for name in options.variants:
         if name not in {variant for _, variant in pairs}:
             raise ArgumentError("--variant", repr(name), "a variant of the chosen operations")
     _check_writable(arguments.json, arguments.record)
+    _check_ptx(arguments, options)
     chosen = (options.operations, options.variants, options.cases, options.paths)
-    if arguments.record and any(chosen):
+    if arguments.record and (any(chosen) or options.shard != (0, 1)):
         raise ArgumentError("--record", "a part of the cases", "a run of everything")
-    console = Console()
-    console = (
-        console if console.width >= _WIDTH else Console(width=_WIDTH)
-    )  # rather wrapped than cut
-    found = report.environment(device)
-    console.print("  ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
-    if device == "cpu":
+    if options.device == "cpu":
+        if arguments.devices is not None:
+            raise UnsupportedError("--devices: there is no GPU in use")
+        if options.level == "exhaustive" and options.shard == (0, 1) and not options.cases:
+            raise UnsupportedError(
+                "--level exhaustive: without a GPU it takes days; choose a part of it with --shard "
+                "or --case"
+            )
+
+
+def _check_ptx(arguments: argparse.Namespace, options: Options) -> None:
+    """Refuses targets that the device cannot run."""
+    names = arguments.ptx.split(",") if arguments.ptx else []
+    if not names:
+        return
+    if options.device == "cpu":
+        raise UnsupportedError("--ptx: there is no GPU in use")
+    from dsv4num.verify.ptx import runnable
+
+    allowed = runnable()
+    for name in names:
+        if name not in allowed or names.count(name) > 1:
+            raise ArgumentError(
+                "--ptx", repr(arguments.ptx), f"different ones of {', '.join(allowed)}"
+            )
+    if len(names) > 1 and arguments.json is not None:
+        raise ArgumentError("--json", f"one file for {len(names)} targets", "one target at a time")
+
+
+def _run_here(console: Console, options: Options) -> Report:
+    """Runs in this process and the processes that it starts."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from dsv4num.verify import report
+    from dsv4num.verify.runner import run, tasks
+
+    found = report.environment(options.device)
+    if options.ptx:
+        found["ptx"] = options.ptx
+    _print_environment(console, found)
+    if options.device == "cpu":
         console.print("no GPU: the portable path runs in Triton's interpreter", style="yellow")
     began = time.perf_counter()
     bar = Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.completed}/{task.total} {task.description}"),
         TimeElapsedColumn(),
         console=console,
         transient=True,
     )
     with bar:
-        task = bar.add_task("", total=len(pairs))
+        task = bar.add_task("", total=len(tasks(options)))
         rows = run(options, lambda text: bar.update(task, description=text, advance=1))
-    seconds = time.perf_counter() - began
+    return report.as_json(options, rows, found, time.perf_counter() - began)
+
+
+def _run_on_devices(console: Console, arguments: argparse.Namespace, options: Options) -> Report:
+    """Runs one process for each GPU."""
+    import torch
+
+    from dsv4num.verify.devices import choose_devices, run_on_devices
+
+    devices = choose_devices(arguments.devices, torch.cuda.device_count())
+    jobs = arguments.jobs or max(1, min(options.jobs, (os.cpu_count() or 1) // len(devices)))
+    command = ["--device", options.device, "--level", options.level, "--jobs", str(jobs)]
+    command += ["--seed", str(options.seed)]
+    for option, names in (
+        ("--op", options.operations),
+        ("--variant", options.variants),
+        ("--case", options.cases),
+        ("--path", options.paths),
+    ):
+        command += [word for name in names for word in (option, name)]
+    if options.ptx:
+        command += ["--ptx", options.ptx]
+    console.print(f"{len(devices)} devices, {jobs} processes each", highlight=False)
+    began = time.perf_counter()
+    whole = run_on_devices(
+        devices, command, options.shard, lambda text: console.print(f"{text} has ended")
+    )
+    whole["seconds"] = round(time.perf_counter() - began, 1)
+    _print_environment(console, whole["environment"])
+    return whole
+
+
+def _conclude(console: Console, whole: Report, json_file: Path | None, record: Path | None) -> int:
+    """Prints and writes a report; the exit code."""
+    from dsv4num.verify import report
+    from dsv4num.verify.rows import Row
+
+    rows = [Row(**row) for row in whole["rows"]]
     ran = sum(row.runs for row in rows)
-    for name in options.cases:
-        if ran and not any(name in row.names for row in rows):
-            raise ArgumentError("--case", repr(name), "a case of what was chosen")
-    if ran == 0:
-        raise ArgumentError("selection", "no case", "options that select at least one case")
+    if whole["shard"] == "0/1":  # a shard may have nothing to do
+        for name in whole["selection"]["cases"]:
+            if ran and not any(name in row.names for row in rows):
+                raise ArgumentError("--case", repr(name), "a case of what was chosen")
+        if ran == 0:
+            raise ArgumentError("selection", "no case", "options that select at least one case")
     report.print_table(console, rows)
-    whole = report.as_json(options, rows, found, seconds)
     for row in rows:
         for lines in row.failures[:3]:
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -123,12 +268,29 @@ def verify(arguments: argparse.Namespace) -> int:
                 f"... and {len(row.failures) - 3} more runs of {row.operation} {row.variant}"
             )
     verdict = f"{ran:,} runs, {whole['bytes']:,} bytes compared, {whole['mismatches']:,} mismatches"
-    console.print(f"{verdict}, {seconds:.0f} s", style="red" if whole["mismatches"] else "green")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
-    if arguments.record:
-        console.print(f"recorded in {report.write_record(arguments.record, whole)}")
+    if whole["shard"] != "0/1":
+        verdict = f"shard {whole['shard']}: {verdict}"
+    style = "red" if whole["mismatches"] else "green"
+    console.print(f"{verdict}, {whole['seconds']:.0f} s", style=style)
+    if record:
+        path = report.write_record(record, whole)
+    if json_file:
+        json_file.write_text(json.dumps(whole, indent=1) + "\n")
+    if record:
+        console.print(f"recorded in {path}")
     return 1 if whole["mismatches"] else 0
+
+
+def _console() -> Console:
+    """A console that rather wraps than cuts."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.width >= _WIDTH else Console(width=_WIDTH)
+
+
+def _print_environment(console: Console, found: dict[str, str]) -> None:
+    console.print("  ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
 
 
 def targets(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,8 @@ from dsv4num.arguments import check_cache
 from dsv4num.arguments.compressor import COMPRESS_LAYOUTS, LATENT_LAYOUTS
 from dsv4num.formats import FP32, LAYOUTS, RULES, SCALARS, FloatFormat, get_rule, get_scalar
 from dsv4num.reference.record import describe
-from dsv4num.verify.case import Case, Level
+from dsv4num.verify import exhaustive
+from dsv4num.verify.case import Array, Block, Case, Level
 from dsv4num.verify.cases import arithmetic, compressor, group, paged_cache, scalar, sparse_index
 
 
@@ -42,11 +43,13 @@ class Operation:
     Attributes:
         name: its public name in `dsv4num.reference` and `dsv4num.gpu`.
         variants: formats, rules or layouts that it is verified over.
-        cases: makes the cases of a variant.
+        cases: makes the cases of a variant at the levels quick and full.
         returns: names of the values it returns; empty for operations that write in place.
         locate: finds the place of a byte: case, output name, byte within the output's buffer, byte
             where the output starts in it.
         clause: the SPEC clause.
+        exhaustive: the cases of a variant that together are every input; None where an operation has
+            too many inputs for that.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Operation:
     locate: Callable[[Case, str, int, int], Place]
     clause: str
     returns: tuple[str, ...] = ()
+    exhaustive: Callable[[str], Iterator[Block]] | None = None
 
 
 def locate_in_cache(case: Case, name: str, byte: int, start: int) -> Place:
@@ -120,17 +124,61 @@ def locate_in_output(case: Case, name: str, byte: int, start: int) -> Place:
 
 
 def locate_in_array(case: Case, name: str, byte: int, start: int) -> Place:
-    """The place of a byte of a returned array, which is contiguous."""
+    """The place of a byte of a returned array, which is contiguous; with its input, if it has one."""
     fmt, rule = case.arguments.get("fmt"), case.arguments.get("rule")
+    half = get_scalar("bf16")
     if name == "scale_codes":
-        return Place(f"{name}[{byte}]", "scale", get_rule(case.arguments["rule"]).scale, byte, 1)
+        text = f"{name}[{byte}]{_input_of(case, name, byte)}"
+        return Place(text, "scale", get_rule(case.arguments["rule"]).scale, byte, 1)
     if name in ("x", "y"):
-        element, size = (get_scalar("bf16"), 2) if case.half else (FP32, 4)
-        return Place(f"{name}[{byte // size}]", "value", element, byte - byte % size, size)
-    if fmt == "bf16":
-        return Place(f"{name}[{byte // 2}]", "value", get_scalar(fmt), byte - byte % 2, 2)
-    element = get_rule(rule).element if rule else get_scalar(fmt or "e2m1")
-    return Place(f"{name}[{byte}]", "codes", element, byte, 1, packed=name == "packed")
+        kind, element, size = "value", half if case.half else FP32, 2 if case.half else 4
+    elif fmt == "bf16":
+        kind, element, size = "value", half, 2
+    else:
+        kind, size = "codes", 1
+        element = get_rule(rule).element if rule else get_scalar(fmt or "e2m1")
+    index = byte // size
+    text = f"{name}[{index}]{_input_of(case, name, index)}"
+    return Place(text, kind, element, byte - byte % size, size, packed=name == "packed")
+
+
+def _input_of(case: Case, output: str, index: int) -> str:
+    """The input that an element of an output was made from, bits and value, if there is just one."""
+    given = case.arguments
+    if not ("fmt" in given or "rule" in given or set(given) == {"x"}):
+        return ""  # sums, rotations, packing
+    name = next(iter(given))
+    values = given[name].ravel()
+    if name == "x" and "rule" in given:
+        group = get_rule(given["rule"]).group
+        first = index * group if output == "scale_codes" else index // group * group
+        amax = _number(_amax(values[first : first + group]))
+        if output == "scale_codes":
+            return f" of amax = {amax}"
+        return f" of x = {_number(values[index : index + 1])} with amax = {amax}"
+    text = f" of {name} = {_number(values[index : index + 1])}"
+    if "scale_codes" in given:
+        scale = index // get_rule(given["rule"]).group
+        text += f", scale code {_number(given['scale_codes'].ravel()[scale : scale + 1])}"
+    return text
+
+
+def _number(element: Array) -> str:
+    """The bits of an array of one element, and its value if it is not a code."""
+    bits = int(element.view(f"u{element.itemsize}")[0])
+    text = f"0x{bits:0{2 * element.itemsize}X}"
+    return text if element.dtype.kind == "u" else f"{text} = {float(element[0]):.9g}"
+
+
+def _amax(values: Array) -> Array:
+    """The largest magnitude that is not NaN (clause 1.6), as an array of one element."""
+    bits = values.view(f"u{values.itemsize}")
+    half = 1 << (8 * values.itemsize - 1)
+    infinity = 0x7F80 << (8 * values.itemsize - 16)
+    sizes = bits & bits.dtype.type(half - 1)
+    sizes[sizes > infinity] = 0
+    largest: Array = sizes.max(keepdims=True).view(values.dtype)
+    return largest
 
 
 def locate_in_indices(case: Case, name: str, byte: int, start: int) -> Place:
@@ -164,17 +212,69 @@ _RULES = tuple(RULES)
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("encode", _SCALARS, scalar.encode_cases, locate_in_array, "2", ("codes",)),
-        Operation("decode", _SCALARS, scalar.decode_cases, locate_in_array, "2", ("x",)),
-        Operation("pack", ("e2m1",), scalar.pack_cases, locate_in_array, "2.6", ("packed",)),
-        Operation("unpack", ("e2m1",), scalar.unpack_cases, locate_in_array, "2.6", ("codes",)),
         Operation(
-            "encode_scale", _RULES, group.encode_scale_cases, locate_in_array, "3", ("scale_codes",)
+            "encode",
+            _SCALARS,
+            scalar.encode_cases,
+            locate_in_array,
+            "2",
+            ("codes",),
+            exhaustive.every_fp32,
         ),
         Operation(
-            "quantize", _RULES, group.quantize_cases, locate_in_array, "3", ("codes", "scale_codes")
+            "decode",
+            _SCALARS,
+            scalar.decode_cases,
+            locate_in_array,
+            "2",
+            ("x",),
+            exhaustive.all_of(scalar.decode_cases),
         ),
-        Operation("dequantize", _RULES, group.dequantize_cases, locate_in_array, "3.5", ("x",)),
+        Operation(
+            "pack",
+            ("e2m1",),
+            scalar.pack_cases,
+            locate_in_array,
+            "2.6",
+            ("packed",),
+            exhaustive.all_of(scalar.pack_cases),
+        ),
+        Operation(
+            "unpack",
+            ("e2m1",),
+            scalar.unpack_cases,
+            locate_in_array,
+            "2.6",
+            ("codes",),
+            exhaustive.all_of(scalar.unpack_cases),
+        ),
+        Operation(
+            "encode_scale",
+            _RULES,
+            group.encode_scale_cases,
+            locate_in_array,
+            "3",
+            ("scale_codes",),
+            exhaustive.every_amax,
+        ),
+        Operation(
+            "quantize",
+            _RULES,
+            group.quantize_cases,
+            locate_in_array,
+            "3",
+            ("codes", "scale_codes"),
+            exhaustive.every_bf16_amax_and_element,
+        ),
+        Operation(
+            "dequantize",
+            _RULES,
+            group.dequantize_cases,
+            locate_in_array,
+            "3.5",
+            ("x",),
+            exhaustive.all_of(group.dequantize_cases),
+        ),
         Operation(
             "quantize_and_insert_k_cache",
             _LAYOUTS,
@@ -189,7 +289,15 @@ OPERATIONS = {
             locate_in_output,
             "5.2",
         ),
-        Operation("exp32", ("fp32",), arithmetic.exp32_cases, locate_in_array, "1.3", ("y",)),
+        Operation(
+            "exp32",
+            ("fp32",),
+            arithmetic.exp32_cases,
+            locate_in_array,
+            "1.3",
+            ("y",),
+            exhaustive.every_exponent,
+        ),
         Operation("tree_sum", ("fp32",), arithmetic.tree_sum_cases, locate_in_array, "1.2", ("y",)),
         Operation("inv_rms", ("fp32",), arithmetic.inv_rms_cases, locate_in_array, "1.4", ("y",)),
         Operation("rms_norm", ("fp32",), arithmetic.rms_norm_cases, locate_in_array, "1.4", ("y",)),

@@ -9,14 +9,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from dsv4num.errors import UnsupportedError
 from dsv4num.gpu._target import _ASSUMED, target_named
 
-#: Targets whose PTX a GPU of compute capability 9.0 runs.
-PTX_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
+#: Targets whose PTX a newer GPU can run.
+_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+#: From here on the PTX that Triton makes uses instructions of one architecture only.
+_LAST_GENERIC = 89
+
+
+def runnable() -> tuple[str, ...]:
+    """The targets whose PTX the driver can compile for the current GPU: none newer, none of another kind.
+
+    Raises:
+        UnsupportedError: no NVIDIA GPU.
+    """
+    if torch.version.hip or not torch.cuda.is_available():
+        raise UnsupportedError("PTX needs an NVIDIA GPU")
+    major, minor = torch.cuda.get_device_capability()
+    here = 10 * major + minor
+    numbers = {name: int(name.removeprefix("sm_")) for name in _TARGETS}
+    return tuple(n for n, at in numbers.items() if at == here or at <= min(here, _LAST_GENERIC))
 
 
 def install(name: str) -> None:

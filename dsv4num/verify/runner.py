@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -20,9 +20,10 @@ import dsv4num.gpu
 import dsv4num.reference
 from dsv4num.gpu import Launch
 from dsv4num.gpu._target import Path, target_of
-from dsv4num.verify.case import Array, Case, Level, flat, rebase, start_of
+from dsv4num.verify.case import Array, Block, Case, Level, flat, ready, rebase, start_of
 from dsv4num.verify.compare import differing_bytes, explain_mismatch
 from dsv4num.verify.operations import OPERATIONS, Operation
+from dsv4num.verify.rows import Row, add_up
 
 #: What outputs hold before a run. Two values, so that an unwritten byte cannot match twice.
 FILLS = (0xA5, 0x5A)
@@ -35,6 +36,9 @@ SWEEP = (
     Launch(rows=4, num_warps=4, columns=64),
 )
 
+#: Cases of the exhaustive level that a process takes at a time: a few seconds of work.
+_BLOCKS_PER_TASK = 32
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,10 +46,12 @@ class Options:
 
     Attributes:
         device: "cuda" or "cpu".
-        level: "quick" or "full".
+        level: "quick", "full" or "exhaustive".
         operations, variants, cases, paths: names to run; empty means all.
         seed: of the random inputs.
         jobs: processes to spread the operations and variants over.
+        shard: (I, N): of the cases that are selected, only every Nth, those of the shard I in 0..N-1.
+        ptx: an older NVIDIA architecture whose PTX is run in place of the device's own code, or "".
     """
 
     device: str
@@ -56,22 +62,18 @@ class Options:
     paths: tuple[str, ...] = ()
     seed: int = 0
     jobs: int = 1
+    shard: tuple[int, int] = (0, 1)
+    ptx: str = ""
 
 
-@dataclass
-class Row:
-    """The result of one operation over one variant on one path."""
+@dataclass(frozen=True)
+class Task:
+    """What one process does at a time: part `part` of `parts` of one operation over one variant."""
 
     operation: str
     variant: str
-    path: str
-    cases: int = 0
-    runs: int = 0
-    bytes: int = 0
-    mismatches: int = 0
-    seconds: float = 0.0
-    names: list[str] = field(default_factory=list)
-    failures: list[list[str]] = field(default_factory=list)
+    part: int = 0
+    parts: int = 1
 
 
 def paths_of(device: str) -> tuple[Path, ...]:
@@ -84,37 +86,73 @@ def selected(options: Options) -> Iterator[tuple[Operation, str]]:
     for operation in OPERATIONS.values():
         if options.operations and operation.name not in options.operations:
             continue
+        if options.level == "exhaustive" and operation.exhaustive is None:
+            continue
         for variant in operation.variants:
             if not options.variants or variant in options.variants:
                 yield operation, variant
 
 
+def tasks(options: Options) -> list[Task]:
+    """Everything selected, in registry order, cut into pieces where there are many cases."""
+    found = []
+    for operation, variant in selected(options):
+        parts = 1
+        if options.level == "exhaustive" and options.jobs > 1:
+            parts = -(-sum(1 for _ in _blocks(operation, variant, options)) // _BLOCKS_PER_TASK)
+        found += [Task(operation.name, variant, part, parts) for part in range(max(1, parts))]
+    return found
+
+
 def run(options: Options, progress: Callable[[str], None] = lambda text: None) -> list[Row]:
-    """Runs everything selected and returns one row per operation, variant and path."""
-    pairs = [(operation.name, variant) for operation, variant in selected(options)]
-    if options.jobs <= 1 or len(pairs) <= 1:
-        found = []
-        for pair in pairs:
-            progress(" ".join(pair))
-            found.append(run_pair(options, *pair))
-        return [row for rows in found for row in rows]
+    """Runs everything selected and returns one row per operation, variant and path.
+
+    Args:
+        options: what to run.
+        progress: called once for each of `tasks(options)`, with what has ended, or begins.
+    """
+    todo = tasks(options)
+    found = []
+    if (options.jobs <= 1 or len(todo) <= 1) and not options.ptx:
+        for task in todo:
+            progress(f"{task.operation} {task.variant}")
+            found += run_task(options, task)
+        return add_up(found)
     # Each process imports triton anew, with the environment that chose the interpreter or the GPU.
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, spawn, _begin_process, (options.ptx,)) as pool:
         # The registry ends with the operations that take longest: they start first.
-        futures = {pool.submit(run_pair, options, *pair): pair for pair in reversed(pairs)}
+        futures = {pool.submit(run_task, options, task): task for task in reversed(todo)}
         for future in as_completed(futures):
-            progress(" ".join(futures[future]))
-        return [row for future in reversed(futures) for row in future.result()]
+            task = futures[future]
+            progress(f"{task.operation} {task.variant}")
+        for future in reversed(futures):
+            found += future.result()
+    return add_up(found)
+
+
+def _begin_process(ptx: str) -> None:
+    """What a process does before its first task."""
+    if ptx:
+        from dsv4num.verify.ptx import install
+
+        install(ptx)
 
 
 def run_pair(options: Options, name: str, variant: str) -> list[Row]:
     """Runs the cases of one operation over one variant: one row per path."""
-    operation = OPERATIONS[name]
+    return run_task(options, Task(name, variant))
+
+
+def run_task(options: Options, task: Task) -> list[Row]:
+    """Runs the cases of a task: one row per path."""
+    operation, variant = OPERATIONS[task.operation], task.variant
     paths = [p for p in paths_of(options.device) if not options.paths or p in options.paths]
-    rows = {path: Row(name, variant, path) for path in paths}
-    for case in operation.cases(variant, options.level, options.seed):
-        if options.cases and case.name not in options.cases:
+    rows = {path: Row(operation.name, variant, path) for path in paths}
+    for index, block in enumerate(_blocks(operation, variant, options)):
+        if index % task.parts != task.part:
             continue
+        case = block.make()
         if case.large and options.device != "cuda":
             continue
         try:
@@ -123,8 +161,29 @@ def run_pair(options: Options, name: str, variant: str) -> list[Row]:
             lines = traceback.format_exc().splitlines()[-3:]
             for row in rows.values():
                 row.mismatches += 1
-                row.failures.append([f"{name} {variant}, case '{case.name}' did not run", *lines])
+                row.failures.append(
+                    [f"{operation.name} {variant}, case '{case.name}' did not run", *lines]
+                )
     return list(rows.values())
+
+
+def _blocks(operation: Operation, variant: str, options: Options) -> Iterator[Block]:
+    """The cases of a pair that are selected and belong to the shard.
+
+    Case k of the pair p of the registry belongs to shard (p + k) % N: shards are of nearly one size,
+    also where pairs have few cases, and a case stays in its shard whatever else is selected.
+    """
+    shard, shards = options.shard
+    pairs = [(each.name, of) for each in OPERATIONS.values() for of in each.variants]
+    place = pairs.index((operation.name, variant))
+    if options.level == "exhaustive":
+        assert operation.exhaustive is not None  # `selected` leaves the others out
+        blocks = operation.exhaustive(variant)
+    else:
+        blocks = map(ready, operation.cases(variant, options.level, options.seed))
+    for index, block in enumerate(blocks, start=place):
+        if index % shards == shard and (not options.cases or block.name in options.cases):
+            yield block
 
 
 def run_case(
@@ -273,6 +332,7 @@ def _compare(
                 *lines,
                 f"  reproduce: python -m dsv4num verify --device {options.device} --level "
                 f"{options.level} --op {operation.name} --variant {variant} --case '{case.name}' "
-                f"--path {launch.path} --seed {options.seed}",
+                f"--path {launch.path} --seed {options.seed}"
+                + (f" --ptx {options.ptx}" if options.ptx else ""),
             ]
         )
