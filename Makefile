@@ -14,7 +14,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # module:distribution of everything but torch and triton
 NEEDED := numpy:numpy ml_dtypes:ml_dtypes rich:rich scipy:scipy \
   matplotlib:matplotlib pytest:pytest xdist:pytest-xdist hypothesis:hypothesis mpmath:mpmath \
-  nbmake:nbmake ruff:ruff mypy:mypy
+  nbmake:nbmake ruff:ruff mypy:mypy safetensors:safetensors
 
 .PHONY: verify test lint bench notebooks figures clean
 

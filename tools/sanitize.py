@@ -19,6 +19,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 #: Operations whose variants are small enough for one process.
 TOGETHER = (
     *("encode", "decode", "pack", "unpack", "encode_scale", "quantize", "dequantize"),
@@ -42,7 +44,7 @@ def selections() -> list[list[str]]:
     return chosen
 
 
-def sanitize(tool: str, level: str, selection: list[str]) -> tuple[bool, str]:
+def sanitize(tool: str, level: str, selection: list[str], gpu: int) -> tuple[bool, str]:
     """One process: whether it is clean, and a line about it."""
     command = [
         *(
@@ -58,7 +60,8 @@ def sanitize(tool: str, level: str, selection: list[str]) -> tuple[bool, str]:
         *("--level", level, *selection),
     ]
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     output = done.stdout + done.stderr
     counts = SUMMARY.findall(output)
     runs = re.findall(r"([\d,]+ runs, [\d,]+ bytes compared, [\d,]+ mismatches)", output)
@@ -85,11 +88,13 @@ def main() -> int:
             "compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr
         )
         return 2
-    tasks = [(tool, selection) for selection in selections() for tool in options.tool]
+    tasks = [(tool, options.level, chosen) for chosen in selections() for tool in options.tool]
+    gpus = torch.cuda.device_count()
     bad = 0
     lines = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for clean, line in pool.map(lambda task: sanitize(task[0], options.level, task[1]), tasks):
+        spread = enumerate(tasks)
+        for clean, line in pool.map(lambda at: sanitize(*at[1], at[0] % gpus), spread):
             bad += not clean
             lines.append(line)
             print(line, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +122,12 @@ def check_compress(
 ) -> Compression:
     """The arguments of `compress_norm_rope_store` (clause 5.4)."""
     ratio = _ratio(compress_ratio, "5.4")
-    if not (hasattr(overlap, "__index__") and overlap.__index__() in (0, 1)):
+    try:
+        lanes = 1 + operator.index(overlap)
+    except TypeError:  # no integer, or an array of several
+        lanes = 0
+    if lanes not in (1, 2):
         raise ArgumentError("overlap", repr(overlap), "True or False, 1 or 0", "5.4")
-    lanes = 1 + overlap.__index__()
     eps = epsilon("rms_norm_eps", rms_norm_eps, "5.4")
     cache = _check_kv_cache(kv_cache, kv_block_size, layout, COMPRESS_LAYOUTS, "5.4")
     head_dim = cache.layout.head_dim

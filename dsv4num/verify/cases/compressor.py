@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4num.formats import get_layout
-from dsv4num.reference import build_cos_sin_cache
+from dsv4num.reference import build_cos_sin_cache, exp32
 from dsv4num.verify.case import (
     BF16,
     Array,
@@ -45,19 +45,32 @@ def _kv(rng: np.random.Generator, rows: int, columns: int, plain: bool) -> NDArr
     return values
 
 
-def _cancel(rng: np.random.Generator, at: NDArray[np.int64], states: NDArray[np.float32]) -> None:
-    """Makes every eighth column one whose mean shows the order in which its terms were added.
+def _cancel(
+    rng: np.random.Generator,
+    at: NDArray[np.int64],
+    states: NDArray[np.float32],
+    ratio: int,
+    step: int,
+) -> None:
+    """Makes every `step`-th column one whose mean shows how it was computed.
 
-    The scores tie, so that every weight is 1, and in each four positions two terms near +L stand with
-    two near -L. What is left after the large parts cancel depends on what each partial sum rounded off.
+    As many terms of a group stand near +L as near -L, in random order. What is left after the large
+    parts cancel depends on what each partial sum rounded off. In every second of these columns the
+    scores tie, so that the sums alone decide. In the others the large terms weigh less than those
+    that carry no large part, so that products and weights are rounded too.
     """
-    width = states.shape[1] // 2
-    signs = np.array([rng.permutation([1, 1, -1, -1]) for _ in range(int(at.max()) // 4 + 1)])
-    large = (signs.ravel()[at] * np.float32(2.0**27)).astype(np.float32)[:, None]
-    chosen = np.arange(int(rng.integers(0, 8)), width, 8)  # the same columns of both lanes
-    small = _normals(rng, (len(at), len(chosen))) * np.float32(100)
-    states[:, chosen] = large + small
-    states[:, width + chosen] = 1
+    width, span = states.shape[1] // 2, max(ratio, 4)
+    groups = int(at.max()) // span + 1
+    chosen = np.arange(int(rng.integers(0, step)), width, step)  # the same columns of both lanes
+    kv, score = states[:, :width], states[:, width:]
+    for first, signs in enumerate(([1, -1], [1, -1, 0, 0])):
+        columns = chosen[first::2]
+        order = rng.permuted(np.tile(np.resize(signs, span), (groups, 1)), axis=1)
+        sign = order.ravel()[at].astype(np.float32)[:, None]
+        small = _normals(rng, (len(at), len(columns))) * np.float32(100)
+        kv[:, columns] = sign * np.float32(2.0**27) + small
+        less = rng.random(len(columns), np.float32) * np.float32(first)
+        score[:, columns] = 1 - np.abs(sign) * less
 
 
 def _scores(rng: np.random.Generator, rows: int, columns: int, plain: bool) -> NDArray[np.float32]:
@@ -84,6 +97,7 @@ def _scene(
     padding: int = 0,
     skipped: float = 0.1,
     wide: bool = False,
+    cancel: int = 8,
 ) -> Case:
     """A batch whose state cache holds the rows that its windows need, and NaN everywhere else."""
     layout = get_layout(layout_name)
@@ -109,8 +123,8 @@ def _scene(
             [_kv(rng, len(positions), width, plain), _scores(rng, len(positions), width, plain)],
             axis=1,
         )
-        if not plain:
-            _cancel(rng, positions, states)
+        if not plain or cancel == 1:
+            _cancel(rng, positions, states, ratio, cancel)
         state[table[request, positions // rows], positions % rows] = states
     at = np.concatenate(
         [np.arange(first, end) for (first, _), end in zip(requests, ends, strict=True)]
@@ -172,6 +186,12 @@ def compress_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
     yield scene("ratio 1", 1, False, [(0, 3), (9, 1)])
     yield scene("ratio 2, overlap", 2, True, [(0, 5), (9, 2)])
     yield scene("ratio 16", 16, False, [(10, 7), (31, 1)], sweep=full)
+    for ratio, overlap in ((4, True), (16, False), (128, False)):
+        if ratio == 128 and layout_name != "v4":
+            continue
+        name = f"order of operations, ratio {ratio}"
+        requests = [(ratio - 1, 1), (5 * ratio - 1, 1), (8 * ratio, ratio)]
+        yield scene(name, ratio, overlap, requests, plain=True, skipped=0.0, cancel=1)
     if layout_name == "v4":
         decode = [(127, 1), (255, 1), (130, 1), (1023, 1)]
         yield scene("hca decode", 128, False, decode, skipped=0.0, sweep=True)
@@ -332,8 +352,17 @@ def ring_cases(variant: str, level: Level, seed: int) -> Iterator[Case]:
         tokens = len(owner)
         kv = _kv(rng, tokens + 1, 512, False)
         score = _scores(rng, tokens + 1, 512, False)
-        rows = np.concatenate([kv, score], axis=1) if ratio == 2 else kv
         ring = _normals(rng, (len(chunks) + 2, capacity, 1024))
+        # Every eighth column: a light first row and a heavy second one cancel, but for what the
+        # product and the weights rounded off.
+        chosen = np.arange(3, 512, 8)
+        less, odd = rng.random(len(chosen), np.float32), np.resize(at, tokens + 1)[:, None] % 2 == 1
+        large = np.where(odd, -exp32(-less), np.float32(1)) * np.float32(2.0**27)
+        kv[:, chosen] = large + _normals(rng, large.shape) * np.float32(100)
+        score[:, chosen] = np.where(odd, np.float32(1), 1 - less)
+        ring[..., chosen] += np.float32(2.0**27)
+        ring[..., 512 + chosen] = 1 - less
+        rows = np.concatenate([kv, score], axis=1) if ratio == 2 else kv
         ring[0] = np.nan
         arguments = {
             "kv_score": place(rows, (rows.shape[1] + 8, 1)),

@@ -7,17 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4num.formats import GroupRule, get_rule
+from dsv4num.formats import E4M3FN, GroupRule, get_rule
+from dsv4num.reference import decode
 from dsv4num.verify.case import Case, Level, edge_bf16, generator, place
 
 
 def _octave_borders(rule: GroupRule) -> NDArray[np.float32]:
-    """fp32 amax within two steps of qmax * 2**e for every e, and of the floor."""
+    """fp32 amax within two steps of qmax * 2**e for every e, of the floor, and of the ties of N2."""
+    scales = decode(np.arange(E4M3FN.max_code + 1, dtype=np.uint8), E4M3FN).astype(np.float64)
     borders = np.concatenate(
         [
             np.ldexp(np.float64(rule.qmax), np.arange(-157, 126)),
             np.ldexp(1.0, np.arange(-149, 128)),
             [rule.floor, rule.floor * rule.qmax, 2688.0, 2800.0],
+            6 * (scales[1:] + scales[:-1]) / 2,
         ]
     )
     with np.errstate(over="ignore", under="ignore"):
