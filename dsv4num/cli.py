@@ -1,6 +1,6 @@
-"""The command `dsv4num`: look at layouts and codes, verify the kernels.
+"""The command `dsv4num`: look at layouts and codes, verify kernels, explain bytes.
 
-Exit codes: 0 done, 1 something differs (`verify`), 2 bad input.
+Exit codes: 0 done; 1 something differs, breaks a rule or stays unexplained; 2 bad input.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         -0.0   0x80000000  0x80  -0.0
         0
     """
-    from dsv4num.verify.command import add_targets, add_verify
+    from dsv4num.audit.command import add_audit
+    from dsv4num.explain.command import add_diff, add_explain, add_guess, add_inspect
+    from dsv4num.vectors.command import add_vectors
+    from dsv4num.verify.command import add_report, add_targets, add_verify
 
     parser = argparse.ArgumentParser(
         prog="dsv4num", description="What the bytes of a DeepSeek-V4 / V4.1 paged K cache must be."
@@ -51,7 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_encode(commands)
     _add_decode(commands)
     add_verify(commands)
+    add_audit(commands)
+    add_report(commands)
     add_targets(commands)
+    add_diff(commands)
+    add_explain(commands)
+    add_inspect(commands)
+    add_guess(commands)
+    add_vectors(commands)
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a drawing on a terminal that has no lines

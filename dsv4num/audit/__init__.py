@@ -1,0 +1,1 @@
+"""What the compiler made of every kernel on every architecture, inspected without a GPU."""
