@@ -24,7 +24,7 @@ _LAST_GENERIC = 89
 
 
 def runnable() -> tuple[str, ...]:
-    """The targets whose PTX the driver can compile for the current GPU: none newer, none of another kind.
+    """The targets whose PTX the driver can compile for the current GPU: none that is newer.
 
     Raises:
         UnsupportedError: no NVIDIA GPU.
