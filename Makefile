@@ -1,4 +1,4 @@
-# make verify | test | lint | bench | notebooks | figures | clean, each with ARGS="..." for the tool behind it.
+# make verify | test | lint | audit | bench | notebooks | figures | clean, each with ARGS="..." for the tool behind it.
 # Nothing has to be installed first: every target makes .venv where it is missing or out of date.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ NEEDED := numpy:numpy ml_dtypes:ml_dtypes rich:rich scipy:scipy \
   matplotlib:matplotlib pytest:pytest xdist:pytest-xdist hypothesis:hypothesis mpmath:mpmath \
   nbmake:nbmake ruff:ruff mypy:mypy safetensors:safetensors
 
-.PHONY: verify test lint bench notebooks figures clean
+.PHONY: verify test lint audit bench notebooks figures clean
 
 verify: $(STAMP)
 	$(PY) -m dsv4num verify $(ARGS)
@@ -28,6 +28,9 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+audit: $(STAMP)
+	$(PY) -m dsv4num audit $(ARGS)
 
 bench: $(STAMP)
 	$(PY) benchmarks/gpu.py $(ARGS)

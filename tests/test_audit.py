@@ -332,7 +332,7 @@ def print_findings() -> None:
     """In the other process: compiles every kernel above and prints what was found."""
     faults = []
     for kernel, target, _, _, constants, options in FAULTS:
-        findings = examine(specialization(kernel, target, constants, options)).findings
+        _, findings = examine(specialization(kernel, target, constants, options))
         faults.append([[*map(str, vars(finding).values())] for finding in findings])
     clean, texts = {}, {}
     for target in CLEAN_TARGETS:
@@ -341,9 +341,9 @@ def print_findings() -> None:
             key = f"{target} {kernel}"
             clean[key] = [vars(finding) for finding in inspect(stages, native=False)]
             texts[key] = stages
-    slash = examine(specialization("plain_quotient", AMD, {}, {})).findings
+    _, slash = examine(specialization("plain_quotient", AMD, {}, {}))
     clean[f"{AMD} plain_quotient"] = [vars(finding) for finding in slash]
-    broken = examine(specialization("assembly", AMD, {}, {})).findings  # without its constants
+    _, broken = examine(specialization("assembly", AMD, {}, {}))  # without its constants
     json.dump({"faults": faults, "clean": clean, "texts": texts, "broken": str(broken)}, sys.stdout)
 
 
@@ -882,6 +882,6 @@ def test_the_record_is_small_and_says_what_was_audited(tmp_path: Path) -> None:
 def test_findings_as_plain_data() -> None:
     made = Specialization("sm_80", "m", "k", ("N",), {"N": "constexpr"}, {(0,): 3})
     findings = inspect({"ptx": "  ex2.approx.ftz.f32 %f1, %f2;"}, native=False)
-    (found,) = _found([Result(made, findings, 0.1)])
+    (found,) = _found([Result(made, findings)])
     assert found["rule"] == "flush" and found["stage"] == "ptx" and found["target"] == "sm_80"
     assert "N=3" in found["specialization"] and found["text"] == "ex2.approx.ftz.f32 %f1, %f2"

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_compressor as oracle
+from conftest import HAS_GPU
 from test_recorded_bytes import FILE as GOLDENS
 
 import dsv4num.reference
@@ -21,6 +22,7 @@ import dsv4num.gpu  # noqa: E402  (only where torch is)
 from dsv4num.gpu import Launch  # noqa: E402
 from dsv4num.gpu.compressor import choose_plan, plans  # noqa: E402
 
+DEVICE = "cuda" if HAS_GPU else "cpu"
 OUTPUTS = ("state_cache", "kv_cache", "latent_out")
 TABLES = {
     "save_partial_states": (oracle.states_arguments, oracle.STATES_ERRORS),
@@ -58,12 +60,14 @@ BAD = [
 
 
 def tensor(value: Any) -> Any:
-    """A NumPy array as a tensor over the same memory."""
+    """A NumPy array as a tensor where kernels run, with the same strides."""
     if not isinstance(value, np.ndarray):
         return value
-    if value.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(value)
+    half = value.dtype == ml_dtypes.bfloat16
+    here = torch.from_numpy(value.view(np.int16) if half else value)
+    whole = torch.empty(0, dtype=here.dtype).set_(here.untyped_storage()).to(DEVICE)
+    there = whole.as_strided(here.shape, here.stride(), here.storage_offset())
+    return there.view(torch.bfloat16) if half else there
 
 
 def raw(value: Any) -> Any:
@@ -111,12 +115,12 @@ def test_recorded_bytes(case: str, layout: str, launch: Launch) -> None:
         return GOLDENS[f"{case}/{name}"]
 
     names = ("state_cache", "token_to_req_indices", "positions", "slot_mapping", "block_table")
-    cache = torch.full(given("cache").shape, int(given("fill")), dtype=torch.uint8)
-    weight = torch.from_numpy(given("rms_norm_weight_bf16").view(np.int16)).view(torch.bfloat16)
+    cache = torch.full(given("cache").shape, int(given("fill")), dtype=torch.uint8, device=DEVICE)
+    weight = tensor(given("rms_norm_weight_bf16").view(ml_dtypes.bfloat16))
     dsv4num.gpu.compress_norm_rope_store(
-        *(torch.from_numpy(given(name)) for name in (*names, "cos_sin_cache")),
+        *(tensor(given(name)) for name in (*names, "cos_sin_cache")),
         cache,
-        torch.from_numpy(given("kv_slot_mapping")),
+        tensor(given("kv_slot_mapping")),
         weight,
         float(given("rms_norm_eps")),
         compress_ratio=int(given("compress_ratio")),
@@ -126,7 +130,7 @@ def test_recorded_bytes(case: str, layout: str, launch: Launch) -> None:
         validate=True,
         launch=launch,
     )
-    assert np.array_equal(cache.numpy(), given("cache"))
+    assert np.array_equal(cache.cpu().numpy(), given("cache"))
 
 
 @pytest.mark.parametrize("case", ["save_states_csa", "save_states_hca"])
@@ -134,16 +138,16 @@ def test_recorded_states(case: str) -> None:
     def given(name: str) -> Any:
         return GOLDENS[f"{case}/{name}"]
 
-    state = torch.full(given("state_cache").shape, float(given("fill")))
+    state = torch.full(given("state_cache").shape, float(given("fill")), device=DEVICE)
     names = ("kv", "score", "ape", "positions")
     dsv4num.gpu.save_partial_states(
-        *(torch.from_numpy(given(name)) for name in names),
+        *(tensor(given(name)) for name in names),
         state,
-        torch.from_numpy(given("slot_mapping")),
+        tensor(given("slot_mapping")),
         compress_ratio=int(given("compress_ratio")),
         validate=True,
     )
-    assert state.numpy().tobytes() == given("state_cache").tobytes()
+    assert state.cpu().numpy().tobytes() == given("state_cache").tobytes()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_eps_is_that_of_the_reference(eps: Any) -> None:
     with pytest.raises(ArgumentError) as wanted:
         dsv4num.reference.inv_rms(c, eps)
     with pytest.raises(ArgumentError) as found:
-        dsv4num.gpu.inv_rms(torch.from_numpy(c), eps)
+        dsv4num.gpu.inv_rms(tensor(c), eps)
     assert str(found.value) == str(wanted.value)
     small = np.float32(1e-6)  # a NumPy scalar is a number
-    assert dsv4num.gpu.inv_rms(torch.from_numpy(c), small).item() == dsv4num.reference.inv_rms(c, small)
+    assert dsv4num.gpu.inv_rms(tensor(c), small).item() == dsv4num.reference.inv_rms(c, small)

@@ -53,7 +53,6 @@ class Result(NamedTuple):
 
     specialization: Specialization
     findings: list[Finding]
-    seconds: float
 
 
 def add_audit(subparsers: Any) -> None:
@@ -216,16 +215,13 @@ def _compiled(
 
 
 def examine(specialization: Specialization) -> Result:
-    """Compiles one specialization and inspects it. One that does not compile is a finding."""
-    began = time.perf_counter()
+    """Compiles and inspects one specialization. One that does not compile is a finding."""
     try:
         stages = compile_to_text(specialization)
     except Exception as error:  # the compiler's own errors have no common base
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        findings = [Finding("no code", "compiler", "", text)]
-    else:
-        findings = inspect(stages, native=specialization.native)
-    return Result(specialization, findings, time.perf_counter() - began)
+        return Result(specialization, [Finding("no code", "compiler", "", text)])
+    return Result(specialization, inspect(stages, native=specialization.native))
 
 
 # The report
@@ -258,7 +254,7 @@ def _rows(results: Iterable[Result]) -> list[Row]:
 
 def _found(results: Iterable[Result]) -> Iterator[dict[str, str]]:
     """Every finding as plain data."""
-    for made, findings, _ in results:
+    for made, findings in results:
         for finding in findings:
             yield {
                 "target": made.target,

@@ -98,10 +98,15 @@ class Specialization:
         return f"{self.kernel}[{constants}]({types}), {warps} warps; {self.launched}"
 
 
+#: Switches that only move an address: an overlapping window reads its first rows from other columns.
+_ADDRESS_ONLY = ("overlap",)
+
+
 def _shape(value: Any) -> Any:
     """A constant without its sizes and addresses."""
     if isinstance(value, tuple):
-        return tuple(map(_shape, value))
+        names = getattr(value, "_fields", (None,) * len(value))
+        return tuple(_shape(v) for n, v in zip(names, value, strict=True) if n not in _ADDRESS_ONLY)
     return value if isinstance(value, bool | str) or value is None else value != 0
 
 
@@ -272,10 +277,11 @@ def compile_to_text(specialization: Specialization) -> dict[str, str]:
     target = gpu_target(specialization.target)
     last = "ptx" if target.backend == "cuda" else "amdgcn"
     triton.knobs.runtime.add_stages_inspection_hook = _without_binary
-    with tempfile.TemporaryDirectory(prefix="dsv4num-audit-") as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        compiled = triton.compile(source, target=target, options=specialization.options)
-    return {stage: compiled.asm[stage] for stage in ("ttir", "llir", last)}
+    # Triton's cache would keep gigabytes of what is read once.
+    folder = tempfile.TemporaryDirectory(prefix="dsv4num-audit-")
+    with folder as triton.knobs.cache.dir:
+        made = triton.compile(source, target=target, options=specialization.options)
+    return {stage: made.asm[stage] for stage in ("ttir", "llir", last)}
 
 
 def _without_binary(
