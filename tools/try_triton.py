@@ -62,7 +62,7 @@ def main() -> int:
     for version in options.versions:
         with tempfile.TemporaryDirectory(prefix="dsv4num-triton-") as folder:
             python = build(Path(folder), version)
-            say = "import torch, triton; print(f'torch {torch.__version__} triton {triton.__version__}')"
+            say = "import torch, triton; print(torch.__version__, triton.__version__)"
             found = subprocess.run(
                 [str(python), "-c", say], capture_output=True, text=True, check=True
             )
