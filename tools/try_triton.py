@@ -92,7 +92,8 @@ def main() -> int:
                 verdict = "FAILED" if done.returncode else "ok"
                 seconds = time.perf_counter() - began
                 print(
-                    f"{found.stdout.strip()}: {name} {verdict}, {seconds:.0f} s: {last}", flush=True
+                    f"torch, triton {found.stdout.strip()}: {name} {verdict}, {seconds:.0f} s: {last}",
+                    flush=True,
                 )
     return 1 if failed else 0
 
