@@ -48,7 +48,7 @@ def attempts(operations: list[str]) -> dict[str, list[str]]:
     return {
         "verify": ["-m", "dsv4num", "verify", "--device", "cpu", *chosen],
         "audit": ["-m", "dsv4num", "audit", "--op", "quantize_and_insert_k_cache"],
-        "tests": ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        "tests": ["-m", "pytest", "-p", "no:cacheprovider", *tests],
     }
 
 
