@@ -126,6 +126,7 @@ def test_bias_test_is_the_t_test() -> None:
     errors = np.random.default_rng(3).normal(0.02, 1, 500)
     ours, theirs = analysis.bias_test(errors, 0.95), stats.ttest_1samp(errors, 0)
     interval = theirs.confidence_interval(0.95)
+    # Not bytes: float64 statistics by two routes.
     assert ours.p_value == pytest.approx(theirs.pvalue, rel=1e-9)
     assert (ours.low, ours.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
     assert ours.count == 500
@@ -340,6 +341,7 @@ def test_clip_probability_over_an_even_octave(fmt: FloatFormat, qmax: int, round
     amax = np.exp2((np.arange(200_000) + 0.5) / 200_000)
     scaled = np.ldexp(amax, -analysis.shared_exponent(amax.astype(np.float32), fmt, qmax, rounding))
     measured = (scaled > fmt.max_value).mean()
+    # Not bytes: a rate measured on samples beside the predicted one.
     assert measured == pytest.approx(analysis.clip_probability(fmt, qmax, rounding), abs=2e-5)
 
 
@@ -347,6 +349,7 @@ def test_clip_probability_over_an_even_octave(fmt: FloatFormat, qmax: int, round
 def test_double_rounding_rate_over_an_octave(fmt: FloatFormat) -> None:
     x = every_fp32_of_an_octave()
     changed = encode(round_bf16(x), fmt) != encode(x, fmt)
+    # Not bytes: a measured rate beside the predicted one.
     assert changed.mean() == pytest.approx(analysis.double_rounding_rate(fmt), rel=1e-4)
 
 

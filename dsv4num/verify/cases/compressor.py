@@ -191,7 +191,8 @@ def compress_cases(layout_name: str, level: Level, seed: int) -> Iterator[Case]:
             continue
         name = f"order of operations, ratio {ratio}"
         requests = [(ratio - 1, 1), (5 * ratio - 1, 1), (8 * ratio, ratio)]
-        yield scene(name, ratio, overlap, requests, plain=True, skipped=0.0, cancel=1)
+        # Swept, since the split launches add rows of different threads, and the others of one thread.
+        yield scene(name, ratio, overlap, requests, plain=True, skipped=0.0, cancel=1, sweep=True)
     if layout_name == "v4":
         decode = [(127, 1), (255, 1), (130, 1), (1023, 1)]
         yield scene("hca decode", 128, False, decode, skipped=0.0, sweep=True)
