@@ -14,9 +14,8 @@ import triton.language as tl
 
 from dsv4num.arguments import Cache
 from dsv4num.errors import UnsupportedError
-from dsv4num.formats import FP32, Field
+from dsv4num.formats import FP32
 from dsv4num.gpu.group import Rule, quantize_groups, rule_constant
-from dsv4num.gpu.scalar import pack_codes
 
 
 class Record(NamedTuple):
@@ -37,16 +36,30 @@ class Record(NamedTuple):
     raw_at: int
     raw_step: int
     raw: int
-    pad_at: int
-    pad_step: int
-    pad: int
-    pad_value: int
+    pad_value: int  # of the byte for each raw group that follows the scales
 
 
 @triton.jit
 def page_and_row(slot, page_stride, RECORD: tl.constexpr):
     """The first byte of a slot's page, and its row; of no meaning where the slot is not kept."""
     return slot // RECORD.block_size * page_stride, slot % RECORD.block_size
+
+
+@triton.jit
+def load_groups(ptr, first, kept, GROUP: tl.constexpr):
+    """Loads bf16 codes [N, GROUP] that start `first` [N] elements after pointers; 0 where not kept."""
+    if GROUP == 16 and first.shape[0] >= 32:
+        # In two halves of 16 bytes, so that a thread has both: the maximum of a group takes no exchange
+        # between threads then, nor does the store of its eight bytes.
+        dim = tl.arange(0, 8)
+        at = (ptr + first)[:, None] + dim[None, :]
+        low = tl.load(at, mask=kept[:, None], other=0)
+        high = tl.load(at + 8, mask=kept[:, None], other=0)
+        halves = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (first.shape[0], 16))
+    else:
+        at = (ptr + first)[:, None] + tl.arange(0, GROUP)[None, :]
+        halves = tl.load(at, mask=kept[:, None], other=0)
+    return halves.to(tl.uint16, bitcast=True)
 
 
 @triton.jit
@@ -61,12 +74,15 @@ def store_groups(
     RULE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Quantizes a tile of fp32 bits and stores its codes and scales, one line per group."""
-    codes, scale_codes = quantize_groups(bits, RULE, NATIVE)
-    stored = pack_codes(codes) if RULE.element == "e2m1" else codes.to(tl.uint8)
-    NBYTES: tl.constexpr = RULE.group // 2 if RULE.element == "e2m1" else RULE.group
+    """Quantizes a tile of fp32 bits, one line per group of a row, and stores codes, scales and pads.
+
+    A raw group has no codes, and a byte of padding in the place of its scale.
+    """
+    stored, scale_codes = quantize_groups(bits, RULE, NATIVE)
+    NBYTES: tl.constexpr = stored.shape[1]
+    coded = kept & (group < RECORD.coded // RULE.group)
     at = page + RECORD.codes_at + row * RECORD.codes_step + group * NBYTES
-    tl.store(cache_ptr + at[:, None] + tl.arange(0, NBYTES)[None, :], stored, mask=kept[:, None])
+    tl.store(cache_ptr + at[:, None] + tl.arange(0, NBYTES)[None, :], stored, mask=coded[:, None])
 
     at = page + RECORD.scales_at + row * RECORD.scales_step
     if RECORD.fp32_scale:
@@ -76,9 +92,10 @@ def store_groups(
         tl.store(
             cache_ptr + (at + 4 * group)[:, None] + byte[None, :],
             (words & 0xFF).to(tl.uint8),
-            mask=kept[:, None],
+            mask=coded[:, None],
         )
     else:
+        scale_codes = tl.where(group < RECORD.coded // RULE.group, scale_codes, RECORD.pad_value)
         tl.store(cache_ptr + at + group, scale_codes.to(tl.uint8), mask=kept)
 
 
@@ -92,38 +109,43 @@ def store_raw(cache_ptr, halves, page, row, group, kept, RECORD: tl.constexpr, R
     tl.store(cache_ptr + at[:, None] + byte[None, :], stored, mask=(kept & (first >= 0))[:, None])
 
 
-@triton.jit
-def store_pad(cache_ptr, page, row, kept, RECORD: tl.constexpr):
-    """Stores the pad bytes of rows."""
-    PAD: tl.constexpr = RECORD.pad
-    for index in tl.static_range(PAD):
-        at = page + (RECORD.pad_at + index) + row * RECORD.pad_step
-        tl.store(cache_ptr + at, tl.full(row.shape, RECORD.pad_value, tl.uint8), mask=kept)
-
-
 def record_constant(cache: Cache) -> tuple[Record, Rule]:
     """A cache's layout and its group rule, as kernel constants.
 
     Raises:
         UnsupportedError: the kernels do not know this shape of record: one quantized field that
-            starts at dimension 0, its scales, at most one raw field after it, and padding.
+            starts at dimension 0, its scales, and either nothing more, or one raw field of whole groups
+            and, right behind the scales, a byte of padding for each of these groups.
     """
     layout = cache.layout
-    codes, scale, raw, pad = (layout.field(kind) for kind in ("codes", "scale", "raw", "pad"))
-    kinds = [field.kind for _, field in layout.fields()]
-    known = codes is not None and scale is not None and len(kinds) == len(set(kinds))
-    if not known or codes is None or scale is None or codes.rule is None or codes.dims[0] != 0:
-        raise UnsupportedError(f"layout {layout.name}: the kernels know one quantized field")
-
-    def place(field: Field | None) -> tuple[int, int]:
-        for plane, candidate in layout.fields():
-            if candidate is field:
-                start = layout.plane_offset(plane, cache.block_size)
-                return start + candidate.offset, layout.planes[plane].row_bytes
-        return 0, 0
-
-    (codes_at, codes_step), (scales_at, scales_step) = place(codes), place(scale)
-    (raw_at, raw_step), (pad_at, pad_step) = place(raw), place(pad)
+    places = {
+        field.kind: (field, layout.plane_offset(plane, cache.block_size) + field.offset, step)
+        for plane, field in layout.fields()
+        for step in (layout.planes[plane].row_bytes,)
+    }
+    number = len(list(layout.fields()))
+    kinds = ["codes", "raw", "scale", "pad"] if "raw" in places else ["codes", "scale"]
+    refusal = UnsupportedError(f"layout {layout.name}: the kernels know no such record")
+    if number != len(kinds) or set(places) != set(kinds):
+        raise refusal
+    codes, codes_at, codes_step = places["codes"]
+    scale, scales_at, scales_step = places["scale"]
+    rule = codes.rule
+    if rule is None or codes.dims[0] != 0:
+        raise refusal
+    raw_groups, rest = divmod(layout.head_dim - codes.dims[1], rule.group)
+    raw_at = raw_step = pad_value = 0
+    if "raw" in places:
+        raw, raw_at, raw_step = places["raw"]
+        pad, *beside = places["pad"]
+        behind = [scales_at + scale.nbytes, scales_step]
+        if raw.dims != (codes.dims[1], layout.head_dim) or beside != behind:
+            raise refusal
+        if rest or pad.nbytes != raw_groups:
+            raise refusal
+        pad_value = pad.pad_value
+    elif raw_groups or rest:
+        raise refusal
     record = Record(
         block_size=cache.block_size,
         head_dim=layout.head_dim,
@@ -135,10 +157,7 @@ def record_constant(cache: Cache) -> tuple[Record, Rule]:
         fp32_scale=scale.format is FP32,
         raw_at=raw_at,
         raw_step=raw_step,
-        raw=raw.dims[1] - raw.dims[0] if raw else 0,
-        pad_at=pad_at,
-        pad_step=pad_step,
-        pad=pad.nbytes if pad else 0,
-        pad_value=pad.pad_value if pad else 0,
+        raw=layout.head_dim - codes.dims[1],
+        pad_value=pad_value,
     )
-    return record, rule_constant(codes.rule)
+    return record, rule_constant(rule)

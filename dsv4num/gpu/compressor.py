@@ -23,7 +23,13 @@ from dsv4num.arguments import (
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import Layout
 from dsv4num.gpu import _validate
-from dsv4num.gpu._record import page_and_row, record_constant, store_groups, store_pad, store_raw
+from dsv4num.gpu._record import (
+    load_groups,
+    page_and_row,
+    record_constant,
+    store_groups,
+    store_raw,
+)
 from dsv4num.gpu._target import Launch, interpreted, use_native
 from dsv4num.gpu.arithmetic import (
     exp_nonpositive,
@@ -182,12 +188,9 @@ def _store_row(
     kept = group >= 0
     page, line = page_and_row(slot + tl.zeros((GROUPS,), tl.int64), page_stride, RECORD)
     bits = halves.to(tl.uint32) << 16
-    coded = group < RECORD.coded // RULE.group
-    store_groups(cache_ptr, bits, page, line, group, coded, RECORD, RULE, NATIVE)
+    store_groups(cache_ptr, bits, page, line, group, kept, RECORD, RULE, NATIVE)
     if RECORD.raw > 0:
         store_raw(cache_ptr, halves, page, line, group, kept, RECORD, RULE)
-    if RECORD.pad > 0:
-        store_pad(cache_ptr, page, line, group == 0, RECORD)
 
 
 @triton.jit
@@ -332,6 +335,130 @@ def _save_states_kernel(
     tl.store(target + WIDTH, bits.to(tl.int32, bitcast=True), mask=mask)
 
 
+@triton.jit
+def _ends_group(
+    token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO: tl.constexpr
+):
+    """Whether tokens are stored, their slots, and their entries of the cosine table."""
+    inside = token < tokens
+    slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=inside, other=-1).to(tl.int64)
+    entry = position // RATIO * RATIO
+    kept = (slot >= 0) & (slot < num_slots) & (position >= 0) & ((position + 1) % RATIO == 0)
+    return kept & (entry < max_position), slot, entry
+
+
+@triton.jit
+def _find_latents(
+    row,
+    tokens,
+    positions_ptr,
+    slots_ptr,
+    max_position,
+    num_slots,
+    RATIO: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """The first or the second token to store among each row of RATIO tokens.
+
+    Returns the tokens, whether there is one, their slots, and their entries of the cosine table.
+    """
+    token = row * RATIO
+    kept, slot, entry = _ends_group(
+        token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
+    )
+    if RATIO == 2:
+        too, other_slot, other_entry = _ends_group(
+            token + 1, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
+        )
+        other = too & kept if SECOND else too & ~kept
+        kept = other if SECOND else kept | too
+        token = tl.where(other, token + 1, token)
+        slot = tl.where(other, other_slot, slot)
+        entry = tl.where(other, other_entry, entry)
+    return token, kept, slot, entry
+
+
+@triton.jit
+def _rotate_and_store(
+    latent,
+    table,
+    index,
+    slot,
+    kept,
+    cache_ptr,
+    page_stride,
+    ROUND_TRIP: tl.constexpr,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Rotates and stores the groups `index` of those that rotate, by the pointers to their rows."""
+    GROUP: tl.constexpr = RULE.group
+    group = (RECORD.head_dim - _ROPE_DIM) // GROUP + index
+    page, row = page_and_row(slot, page_stride, RECORD)
+    halves = load_groups(latent, group * GROUP, kept, GROUP)
+    bits = halves.to(tl.uint32) << 16
+    even, odd = tl.split(tl.reshape(bits, (bits.shape[0], GROUP // 2, 2)))
+    pair = (index * (GROUP // 2))[:, None] + tl.arange(0, GROUP // 2)[None, :]
+    cos = tl.load(table[:, None] + pair, mask=kept[:, None])
+    sin = tl.load(table[:, None] + pair + _ROPE_DIM // 2, mask=kept[:, None])
+    even, odd = rotate_pairs(float_of(even), float_of(odd), cos, sin)
+    bits = tl.interleave(bits_of(even), bits_of(odd))
+    halves = round_bf16_bits(bits, NATIVE)
+    if ROUND_TRIP:
+        bits = halves.to(tl.uint32) << 16
+    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
+    if RECORD.raw > 0:
+        store_raw(cache_ptr, halves, page, row, group, kept, RECORD, RULE)
+
+
+@triton.jit
+def _store_latents(
+    latent_ptr,
+    positions_ptr,
+    cos_ptr,
+    cache_ptr,
+    slots_ptr,
+    first,
+    tokens,
+    latent_stride,
+    entry_stride,
+    max_position,
+    page_stride,
+    num_slots,
+    SECOND: tl.constexpr,
+    RATIO: tl.constexpr,
+    ROUND_TRIP: tl.constexpr,
+    RECORD: tl.constexpr,
+    RULE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Stores the first or the second latent of each row: a tile as it is, and one that is rotated."""
+    GROUPS: tl.constexpr = RECORD.head_dim // RULE.group
+    ROTATED: tl.constexpr = _ROPE_DIM // RULE.group
+    line = tl.arange(0, ROWS * GROUPS)
+    group = line % GROUPS
+    token, kept, slot, _ = _find_latents(
+        first + line // GROUPS, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, SECOND
+    )
+    page, row = page_and_row(slot, page_stride, RECORD)
+    kept &= group < GROUPS - ROTATED
+    at = token * latent_stride + group * RULE.group
+    bits = load_groups(latent_ptr, at, kept, RULE.group).to(tl.uint32) << 16
+    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
+
+    line = tl.arange(0, ROWS * ROTATED)
+    token, kept, slot, entry = _find_latents(
+        first + line // ROTATED, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, SECOND
+    )
+    _rotate_and_store(
+        latent_ptr + token * latent_stride, cos_ptr + entry * entry_stride, line % ROTATED, slot, kept,
+        cache_ptr, page_stride, ROUND_TRIP, RECORD, RULE, NATIVE,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "tokens", "max_position", "num_slots"])
 def _rope_quant_kernel(
     latent_ptr,
@@ -352,42 +479,25 @@ def _rope_quant_kernel(
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    GROUP: tl.constexpr = RULE.group
-    GROUPS: tl.constexpr = RECORD.head_dim // GROUP
-    line = tl.arange(0, ROWS * GROUPS)
-    token = tl.program_id(0).to(tl.int64) * ROWS + line // GROUPS
-    group = line % GROUPS
-    inside = token < tokens
-    slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int64)
-    position = tl.load(positions_ptr + token, mask=inside, other=-1).to(tl.int64)
-    entry = position // RATIO * RATIO
-    kept = (slot >= 0) & (slot < num_slots) & (position >= 0) & ((position + 1) % RATIO == 0)
-    kept &= entry < max_position
-    page, row = page_and_row(slot, page_stride, RECORD)
-
-    source = (token * latent_stride + group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    halves = tl.load(latent_ptr + source, mask=kept[:, None], other=0)
-    bits = halves.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    even, odd = tl.split(tl.reshape(bits, (ROWS * GROUPS, GROUP // 2, 2)))
-    first = group * (GROUP // 2) - (RECORD.head_dim - _ROPE_DIM) // 2
-    pair = first[:, None] + tl.arange(0, GROUP // 2)[None, :]
-    rotated = kept[:, None] & (pair >= 0)
-    at = cos_ptr + (entry * entry_stride)[:, None] + pair
-    cos = tl.load(at, mask=rotated)
-    sin = tl.load(at + _ROPE_DIM // 2, mask=rotated)
-    new_even, new_odd = rotate_pairs(float_of(even), float_of(odd), cos, sin)
-    even = tl.where(rotated, bits_of(new_even), even)
-    odd = tl.where(rotated, bits_of(new_odd), odd)
-    bits = tl.interleave(even, odd)
-    halves = round_bf16_bits(bits, NATIVE)
-    if ROUND_TRIP:
-        bits = halves.to(tl.uint32) << 16
-    coded = kept & (group < RECORD.coded // GROUP)
-    store_groups(cache_ptr, bits, page, row, group, coded, RECORD, RULE, NATIVE)
-    if RECORD.raw > 0:
-        store_raw(cache_ptr, halves, page, row, group, kept, RECORD, RULE)
-    if RECORD.pad > 0:
-        store_pad(cache_ptr, page, row, kept & (group == 0), RECORD)
+    """One program looks at ROWS times RATIO tokens, of which as a rule every RATIO-th ends a group."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    _store_latents(
+        latent_ptr, positions_ptr, cos_ptr, cache_ptr, slots_ptr, first, tokens, latent_stride,
+        entry_stride, max_position, page_stride, num_slots, False, RATIO, ROUND_TRIP, RECORD, RULE, NATIVE,
+        ROWS,
+    )  # fmt: skip
+    if RATIO == 2:
+        # Where requests meet, two tokens side by side may both end one.
+        row = first + tl.arange(0, ROWS)
+        _, kept, _, _ = _find_latents(
+            row, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, True
+        )
+        if tl.max(kept.to(tl.int32), axis=0) > 0:
+            _store_latents(
+                latent_ptr, positions_ptr, cos_ptr, cache_ptr, slots_ptr, first, tokens, latent_stride,
+                entry_stride, max_position, page_stride, num_slots, True, RATIO, ROUND_TRIP, RECORD, RULE,
+                NATIVE, ROWS,
+            )  # fmt: skip
 
 
 @triton.jit(
@@ -718,9 +828,9 @@ def rope_quant_insert(
         _validate.entries(at[ends], compress_ratio, cos_sin_cache.shape[0])
     if tokens == 0 or cache.num_blocks == 0:
         return
-    rows = launch.rows or (64 if interpreted() else 1 if rule.element == "e2m1" else 2)
+    rows = launch.rows or (64 if interpreted() else 4)
     with device_of(kv_cache):
-        _rope_quant_kernel[(triton.cdiv(tokens, rows),)](
+        _rope_quant_kernel[(triton.cdiv(tokens, rows * compress_ratio),)](
             latent.view(torch.int16),
             positions,
             cos_sin_cache,

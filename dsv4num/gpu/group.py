@@ -21,8 +21,10 @@ from dsv4num.gpu.scalar import (
     decode_bits,
     device_of,
     encode_bits,
-    encode_e2m1_quotient,
     float_of,
+    pack_codes,
+    pack_e2m1_quotient,
+    unpack_codes,
 )
 
 __all__ = ["dequantize", "encode_scale", "quantize"]
@@ -80,7 +82,7 @@ def encode_scale_bits(amax, RULE: tl.constexpr):
 
 @triton.jit
 def encode_elements(bits, scale_codes, RULE: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of fp32 bits [N, GROUP] brought into the range of the element format by scale codes [N]."""
+    """Stored bytes of fp32 bits [N, GROUP], brought into the element format by scale codes [N]."""
     ELEMENT: tl.constexpr = RULE.element
     SCALE: tl.constexpr = RULE.scale
     if SCALE == "ue8m0":
@@ -90,15 +92,16 @@ def encode_elements(bits, scale_codes, RULE: tl.constexpr, NATIVE: tl.constexpr)
         inverse = tl.where(scale_codes == RULE.infinite_code, at_infinity, inverse)
         scaled = bits_of(float_of(bits) * float_of(inverse)[:, None])
         codes = encode_bits(scaled, ELEMENT, NATIVE)
+        stored = pack_codes(codes) if ELEMENT == "e2m1" else codes.to(tl.uint8)
     else:
         tl.static_assert(ELEMENT == "e2m1")
-        codes = encode_e2m1_quotient(bits, float_of(decode_bits(scale_codes, SCALE, False)))
-    return codes
+        stored = pack_e2m1_quotient(bits, float_of(decode_bits(scale_codes, SCALE, False)))
+    return stored
 
 
 @triton.jit
 def quantize_groups(bits, RULE: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes [N, GROUP] and uint32 scale codes [N] of fp32 bits [N, GROUP]."""
+    """Stored bytes [N, bytes of GROUP codes] and uint32 scale codes [N] of fp32 bits [N, GROUP]."""
     scale_codes = encode_scale_bits(amax_bits(bits, NATIVE), RULE)
     return encode_elements(bits, scale_codes, RULE, NATIVE), scale_codes
 
@@ -126,8 +129,9 @@ def _quantize_kernel(
     bits = tl.load(x_ptr + at, mask=inside, other=0)
     if bits.dtype == tl.int16:
         bits = bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    codes, scale_codes = quantize_groups(bits.to(tl.uint32, bitcast=True), RULE, NATIVE)
-    tl.store(codes_ptr + at, codes.to(tl.uint8), mask=inside)
+    stored, scale_codes = quantize_groups(bits.to(tl.uint32, bitcast=True), RULE, NATIVE)
+    codes = unpack_codes(stored) if RULE.element == "e2m1" else stored
+    tl.store(codes_ptr + at, codes, mask=inside)
     tl.store(scale_codes_ptr + row, scale_codes.to(tl.uint8), mask=row < groups)
 
 

@@ -13,7 +13,12 @@ from dsv4num.arguments import Array, Cache, check_gather, check_insert
 from dsv4num.errors import ArgumentError, ValueRangeError
 from dsv4num.formats import Layout
 from dsv4num.gpu import _validate
-from dsv4num.gpu._record import page_and_row, record_constant, store_groups, store_pad
+from dsv4num.gpu._record import (
+    load_groups,
+    page_and_row,
+    record_constant,
+    store_groups,
+)
 from dsv4num.gpu._target import Launch, interpreted, use_native
 from dsv4num.gpu.scalar import (
     bits_of,
@@ -52,25 +57,22 @@ def _insert_kernel(
     kept = (slot >= 0) & (slot < num_slots)
     page, row = page_and_row(slot, page_stride, RECORD)
     coded = kept & (group < RECORD.coded // RULE.group)
-    dims = tl.arange(0, RULE.group)
-    source = token[:, None] * k_stride + (group * RULE.group)[:, None] + dims[None, :]
-    halves = tl.load(k_ptr + source, mask=coded[:, None], other=0)
-    bits = halves.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    store_groups(cache_ptr, bits, page, row, group, coded, RECORD, RULE, NATIVE)
+    halves = load_groups(k_ptr, token * k_stride + group * RULE.group, coded, RULE.group)
+    bits = halves.to(tl.uint32) << 16
+    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
 
-    if RECORD.raw + RECORD.pad > 0:
+    if RECORD.raw > 0:
+        # Bytes, which need no alignment, in a tile of their own, which needs no exchange of threads.
         token = first + tl.arange(0, ROWS)
         slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
         kept = (slot >= 0) & (slot < num_slots)
         page, row = page_and_row(slot, page_stride, RECORD)
-        if RECORD.raw > 0:
-            byte = tl.arange(0, 2 * RECORD.raw)
-            source = (token * k_stride + RECORD.coded)[:, None] * 2 + byte[None, :]
-            k_bytes = k_ptr.to(tl.pointer_type(tl.uint8))
-            raw = tl.load(k_bytes + source, mask=kept[:, None], other=0)
-            at = page + RECORD.raw_at + row * RECORD.raw_step
-            tl.store(cache_ptr + at[:, None] + byte[None, :], raw, mask=kept[:, None])
-        store_pad(cache_ptr, page, row, kept, RECORD)
+        byte = tl.arange(0, 2 * RECORD.raw)
+        source = (token * k_stride + RECORD.coded)[:, None] * 2 + byte[None, :]
+        k_bytes = k_ptr.to(tl.pointer_type(tl.uint8))
+        raw = tl.load(k_bytes + source, mask=kept[:, None], other=0)
+        at = page + RECORD.raw_at + row * RECORD.raw_step
+        tl.store(cache_ptr + at[:, None] + byte[None, :], raw, mask=kept[:, None])
 
 
 @triton.jit
@@ -216,7 +218,7 @@ def quantize_and_insert_k_cache(
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.num_blocks == 0:
         return
-    rows = launch.rows or _rows_per_program(cache.layout, 1024 if record.raw else 2048)
+    rows = launch.rows or _rows_per_program(cache.layout, 2048)
     with device_of(k_cache):
         _insert_kernel[(triton.cdiv(tokens, rows),)](
             k.view(torch.int16),
@@ -230,7 +232,7 @@ def quantize_and_insert_k_cache(
             RULE=rule,
             NATIVE=native,
             ROWS=rows,
-            num_warps=launch.num_warps or 2,
+            num_warps=launch.num_warps or 1,
             enable_fp_fusion=False,
         )
 

@@ -129,23 +129,51 @@ def encode_bits(bits, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encode_e2m1_quotient(bits, scale):
-    """uint32 E2M1 codes of fp32 bits [N, GROUP] over positive scales [N] of four significant bits.
+def _twice(bits):
+    """The upper halves of fp32 bits, in both halves of a word."""
+    return (bits & 0xFFFF0000) | (bits >> 16)
+
+
+@triton.jit
+def pack_e2m1_quotient(bits, scale):
+    """E2M1 codes of fp32 bits [N, 2M] over positive scales [N] of four significant bits, packed [N, M].
 
     No quotient is taken. A midpoint of two values times the scale is exact in fp32, and x lies beyond
     the product, on it, or before it, exactly where the quotient, rounded to fp32, does with the
     midpoint: the fp32 numbers next to the product are further off than half an ulp of the midpoint
     times the scale. A quotient on a midpoint goes to the even code.
+
+    The products t have seven significant bits, so that they are even bf16 codes. The upper half of x
+    tells whether x >= t, and with its last bit set where the lower half is not 0, whether x > t. Two
+    elements share a word, and one addition compares both: bit 15 of a half of m + 0x8000 - t is m >= t.
     """
-    magnitude = float_of(bits & _MAGNITUDE)
-    high = magnitude >= (1.75 * scale)[:, None]
-    middle = magnitude >= tl.where(high, (3.5 * scale)[:, None], (0.75 * scale)[:, None])
-    upper = tl.where(middle, (5.0 * scale)[:, None], (2.5 * scale)[:, None])
-    lower = tl.where(middle, (1.25 * scale)[:, None], (0.25 * scale)[:, None])
-    low = magnitude > tl.where(high, upper, lower)
-    codes = (high.to(tl.uint32) << 2) | (middle.to(tl.uint32) << 1) | low.to(tl.uint32)
-    codes |= (bits >> 28) & 0x8
-    return tl.where((bits & _MAGNITUDE) > _INFINITY, _E2M1_NAN, codes)
+    even, odd = tl.split(tl.reshape(bits, (bits.shape[0], bits.shape[1] // 2, 2)))
+    sign = (even >> 16) | (odd & 0xFFFF0000)
+    down = sign & 0x7FFF7FFF
+    up = down | (((even & 0xFFFF) + 0xFFFF) >> 16) | (((odd & 0xFFFF) + 0xFFFF) & 0x10000)
+
+    # What to add for t = scale times 0.5, 0.75, 0.625 and 0.875; a power of two more is 0x80 less.
+    half = 0x80008000 - _twice(bits_of(0.5 * scale))[:, None]
+    three = 0x80008000 - _twice(bits_of(0.75 * scale))[:, None]
+    five = 0x80008000 - _twice(bits_of(0.625 * scale))[:, None]
+    seven = 0x80008000 - _twice(bits_of(0.875 * scale))[:, None]
+    beyond_025 = up + (half + (0x00800080 - 0x00010001))
+    from_075 = down + three
+    beyond_125 = up + (five - (0x00800080 + 0x00010001))
+    from_175 = down + (seven - 0x00800080)
+    beyond_250 = up + (five - (0x01000100 + 0x00010001))
+    from_350 = down + (seven - 0x01000100)
+    beyond_500 = up + (five - (0x01800180 + 0x00010001))
+    number = ~(up + (0x80008000 - 0x7F817F81))
+
+    # A quotient is beyond all midpoints before the last that it is beyond.
+    middle = (from_175 & from_350) | (~from_175 & from_075)
+    low = beyond_500 | (beyond_250 & ~from_350)
+    low = low | (beyond_125 & ~from_175)
+    low = low | (beyond_025 & ~from_075)
+    codes = ((sign & number) & 0x80008000) | ((from_175 >> 1) & 0x40004000)
+    codes |= ((middle >> 2) & 0x20002000) | ((low >> 3) & 0x10001000)
+    return (((codes >> 12) & 0x0F) | ((codes >> 24) & 0xF0)).to(tl.uint8)
 
 
 @triton.jit
