@@ -509,6 +509,8 @@ def _large() -> list[Scene]:
     ):
         few = {"requests": 1, "count": 2 * kind["ratio"]}
         add(name, "65,536 tokens", compress, kind | chunk, few, goal)
+    few = {"requests": 1, "count": 8}
+    add("compress_csa", "2,048 tokens", compress, CSA | {"requests": 1, "count": 2048}, few)
     few = {"requests": 1, "count": 256}
     add("compress_hca", "8,192 tokens", compress, HCA | chunk | {"requests": 2}, few, 0.50)
     for name, layout in (("rope_quant_mxfp8", "v41_mxfp8"), ("rope_quant_nvfp4", "v41_nvfp4")):

@@ -153,7 +153,8 @@ def test_recorded_states(case: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "requests", "window", "ratio", "plan"),
     [
-        (65536, 1, 8, 4, (8, 512)),  # CSA, prefill
+        (65536, 1, 8, 4, (16, 512)),  # CSA, prefill
+        (2048, 1, 8, 4, (4, 512)),  # a group per program
         (64, 64, 8, 4, (1, 512)),  # CSA, decode
         (65536, 1, 128, 128, (128, 32)),  # HCA, prefill: many groups
         (1024, 1, 128, 128, (128, 32)),

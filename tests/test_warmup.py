@@ -121,8 +121,11 @@ def test_every_operation_is_launched(device: str, monkeypatch: pytest.MonkeyPatc
     for name in OPERATIONS:
         monkeypatch.setattr(gpu, name, counting(name, getattr(gpu, name)))
     report = warmup(CONFIG, device)
-    assert list(called.values()) == [2, 6, 3, 7, 2, 2, 2, 3, 6]
-    assert spread == {(8, 512), (1, 512), (128, 32), (128, 16), (1, 16), (8, 128), (1, 128)}
+    assert list(called.values()) == [2, 12, 3, 9, 2, 2, 2, 3, 6]
+    assert spread == {
+        *((tokens, columns) for tokens in (16, 4, 1) for columns in (512, 128)),
+        *((128, 32), (128, 16), (1, 16)),
+    }
     assert len(report.steps) == sum(called.values())
     assert report.device == device and report.seconds > 0
     assert report.built == sum(step.built for step in report.steps)

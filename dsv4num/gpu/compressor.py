@@ -30,7 +30,7 @@ from dsv4num.gpu._record import (
     store_groups,
     store_raw,
 )
-from dsv4num.gpu._target import Launch, interpreted, use_native
+from dsv4num.gpu._target import Launch, interpreted, register_limit, use_native
 from dsv4num.gpu.arithmetic import (
     exp_nonpositive,
     inverse_rms,
@@ -140,7 +140,10 @@ def _ending_tokens(
     max_position,
     RATIO: tl.constexpr,
 ):
-    """Which of the tokens first + index end a group, are not skipped and can be rotated."""
+    """Which of the tokens first + index end a group, are not skipped and can be rotated.
+
+    Also the positions and kv slots of all.
+    """
     token = first + index
     inside = token < tokens
     position = tl.load(positions_ptr + token, mask=inside, other=-1).to(tl.int64)
@@ -148,7 +151,22 @@ def _ending_tokens(
     kv_slot = tl.load(kv_slots_ptr + token, mask=inside, other=-1).to(tl.int64)
     wanted = inside & (slot >= 0) & (kv_slot >= 0) & (kv_slot < num_slots)
     ends = (position >= 0) & ((position + 1) % RATIO == 0)
-    return wanted & ends & (position // RATIO * RATIO < max_position)
+    wanted &= ends & (position // RATIO * RATIO < max_position)
+    return wanted, position, kv_slot
+
+
+@triton.jit
+def _value_of(values, ptr, token):
+    """The value of a token that a program found, of those that it loaded for all its tokens.
+
+    One alone is there already, which saves decode steps a wait; of several, loading it again costs less
+    than an exchange between threads.
+    """
+    if values.shape[0] == 1:  # noqa: SIM108 - a choice of the compiler, not of the kernel
+        value = tl.sum(values, axis=0)
+    else:
+        value = tl.load(ptr + token).to(tl.int64)
+    return value
 
 
 @triton.jit
@@ -256,21 +274,24 @@ def _compress_kernel(
     first = tl.program_id(0).to(tl.int64) * TOKENS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     index = tl.arange(0, TOKENS)
-    wanted = _ending_tokens(
+    wanted, positions, kv_slots = _ending_tokens(
         index, first, tokens, positions_ptr, slots_ptr, kv_slots_ptr, num_slots, max_position, RATIO
     )
+    if POOL:
+        inside = first + index < tokens
+        requests = tl.load(requests_ptr + first + index, mask=inside, other=-1).to(tl.int64)
     found = _next(index, wanted, -1, TOKENS)
     if FINISH:
         weight = load_weight(weight_ptr, column)[None, :]
     while found < TOKENS:
         token = first + found
-        last = tl.load(positions_ptr + token).to(tl.int64)
+        last = _value_of(positions, positions_ptr, token)
         scratch = pooled_ptr + token * (D + _SCRATCH) + column
         if FINISH:
-            slot = tl.load(kv_slots_ptr + token).to(tl.int64)
+            slot = _value_of(kv_slots, kv_slots_ptr, token)
             cos, sin, rotated = _load_cos_sin(cos_ptr, last // RATIO * RATIO, entry_stride, D)
         if POOL:
-            request = tl.load(requests_ptr + token).to(tl.int64)
+            request = _value_of(requests, requests_ptr, token)
             listed = (request >= 0) & (request < num_requests)
             row_ptr = table_ptr + tl.where(listed, request, 0) * table_stride
             width = tl.where(listed, table_width, 0)
@@ -444,15 +465,19 @@ def _store_latents(
         first + line // GROUPS, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, SECOND
     )
     page, row = page_and_row(slot, page_stride, RECORD)
-    kept &= group < GROUPS - ROTATED
+    plain = group < GROUPS - ROTATED
+    kept &= plain
+    # Of each token a group, the row of a skipped one may be read: then its slot need not be waited for.
+    loaded = plain & (token < tokens) if RATIO == 1 else kept
     at = token * latent_stride + group * RULE.group
-    bits = load_groups(latent_ptr, at, kept, RULE.group).to(tl.uint32) << 16
+    bits = load_groups(latent_ptr, at, loaded, RULE.group).to(tl.uint32) << 16
     store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
 
     line = tl.arange(0, ROWS * ROTATED)
     token, kept, slot, entry = _find_latents(
-        first + line // ROTATED, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, SECOND
-    )
+        first + line // ROTATED, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO,
+        SECOND,
+    )  # fmt: skip
     _rotate_and_store(
         latent_ptr + token * latent_stride, cos_ptr + entry * entry_stride, line % ROTATED, slot, kept,
         cache_ptr, page_stride, ROUND_TRIP, RECORD, RULE, NATIVE,
@@ -483,8 +508,8 @@ def _rope_quant_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     _store_latents(
         latent_ptr, positions_ptr, cos_ptr, cache_ptr, slots_ptr, first, tokens, latent_stride,
-        entry_stride, max_position, page_stride, num_slots, False, RATIO, ROUND_TRIP, RECORD, RULE, NATIVE,
-        ROWS,
+        entry_stride, max_position, page_stride, num_slots, False, RATIO, ROUND_TRIP, RECORD, RULE,
+        NATIVE, ROWS,
     )  # fmt: skip
     if RATIO == 2:
         # Where requests meet, two tokens side by side may both end one.
@@ -495,8 +520,8 @@ def _rope_quant_kernel(
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             _store_latents(
                 latent_ptr, positions_ptr, cos_ptr, cache_ptr, slots_ptr, first, tokens, latent_stride,
-                entry_stride, max_position, page_stride, num_slots, True, RATIO, ROUND_TRIP, RECORD, RULE,
-                NATIVE, ROWS,
+                entry_stride, max_position, page_stride, num_slots, True, RATIO, ROUND_TRIP, RECORD,
+                RULE, NATIVE, ROWS,
             )  # fmt: skip
 
 
@@ -776,6 +801,7 @@ def compress_norm_rope_store(
             TOKENS=rows,
             num_warps=warps,
             enable_fp_fusion=False,
+            **register_limit(kv_cache.device, 168 if finish else 96),
         )
 
     with device_of(kv_cache):
@@ -957,13 +983,15 @@ class Plan(NamedTuple):
 def plans(window: int, ratio: int, head_dim: int) -> tuple[Plan, ...]:
     """Every plan that `choose_plan` may take: many groups, few groups, a group in every token.
 
-    A window of up to eight rows fits the registers of one program (SPEC 5.4 stores the row at once).
-    A larger one is spread over programs of 32 columns: full lines of memory, and 128 rows in registers;
-    of 16, where 32 would leave multiprocessors without work.
+    A window of up to eight rows fits the registers of one program, which stores the row at once. Few
+    groups have a program each; many share one, which then starts fewer.
+
+    A larger window is spread over programs of 32 columns: full lines of memory, and 128 rows in
+    registers; of 16, where 32 would leave multiprocessors without work.
     """
     wide, narrow = (head_dim, head_dim) if window <= 8 else (min(32, head_dim), min(16, head_dim))
-    many = max(8, min(ratio, 128))
-    return Plan(many, wide), Plan(many, narrow), Plan(1, narrow)
+    group = min(ratio, 128)
+    return Plan(max(16, group), wide), Plan(max(4, group), narrow), Plan(1, narrow)
 
 
 def choose_plan(tokens: int, requests: int, window: int, ratio: int, head_dim: int) -> Plan:
@@ -972,4 +1000,4 @@ def choose_plan(tokens: int, requests: int, window: int, ratio: int, head_dim: i
     many, few, every = plans(window, ratio, head_dim)
     if groups * ratio > 2 * tokens:  # decode, or short prefills
         return every
-    return many if groups > 8 else few
+    return many if groups > (1024 if window <= 8 else 8) else few

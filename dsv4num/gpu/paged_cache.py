@@ -26,7 +26,7 @@ from dsv4num.gpu.scalar import (
     device_of,
     float_of,
     round_bf16_bits,
-    unpack_codes,
+    unpack_e2m1_bits,
 )
 
 __all__ = ["dequantize_and_gather_k_cache", "quantize_and_insert_k_cache"]
@@ -56,7 +56,8 @@ def _insert_kernel(
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < num_slots)
     page, row = page_and_row(slot, page_stride, RECORD)
-    coded = kept & (group < RECORD.coded // RULE.group)
+    # Also of tokens that are skipped, whose rows are there too: so the slots need not be waited for.
+    coded = (token < tokens) & (group < RECORD.coded // RULE.group)
     halves = load_groups(k_ptr, token * k_stride + group * RULE.group, coded, RULE.group)
     bits = halves.to(tl.uint32) << 16
     store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
@@ -64,33 +65,25 @@ def _insert_kernel(
     if RECORD.raw > 0:
         # Bytes, which need no alignment, in a tile of their own, which needs no exchange of threads.
         token = first + tl.arange(0, ROWS)
-        slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+        inside = token < tokens
+        slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int64)
         kept = (slot >= 0) & (slot < num_slots)
         page, row = page_and_row(slot, page_stride, RECORD)
         byte = tl.arange(0, 2 * RECORD.raw)
         source = (token * k_stride + RECORD.coded)[:, None] * 2 + byte[None, :]
         k_bytes = k_ptr.to(tl.pointer_type(tl.uint8))
-        raw = tl.load(k_bytes + source, mask=kept[:, None], other=0)
+        raw = tl.load(k_bytes + source, mask=inside[:, None], other=0)
         at = page + RECORD.raw_at + row * RECORD.raw_step
         tl.store(cache_ptr + at[:, None] + byte[None, :], raw, mask=kept[:, None])
 
 
 @triton.jit
 def _find_rows(
-    index,
-    length,
-    seq_len,
-    wanted,
-    table_ptr,
-    table_width,
-    page_stride,
-    num_blocks,
-    RECORD: tl.constexpr,
+    position, room, index, table_ptr, table_width, page_stride, num_blocks, RECORD: tl.constexpr
 ):
-    """For rows of a request's gather: whether each exists, its page's first byte, its row there."""
-    position = seq_len - wanted + index
+    """For positions of a request: whether each has a row, its page's first byte, its row there."""
     column = position // RECORD.block_size
-    inside = (index < length) & (position >= 0) & (column < table_width)
+    inside = (index < room) & (position >= 0) & (column < table_width)
     page = tl.load(table_ptr + column, mask=inside, other=-1).to(tl.int64)
     inside &= (page >= 0) & (page < num_blocks)
     return inside, page * page_stride, position % RECORD.block_size
@@ -127,37 +120,47 @@ def _gather_kernel(
     RECORD: tl.constexpr,
     RULE: tl.constexpr,
     NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """WHOLE: sequences are gathered from their start, so that pages are known before lengths are."""
     GROUPS: tl.constexpr = RECORD.head_dim // RULE.group
     first = tl.program_id(0).to(tl.int64) * ROWS
     request = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     if request >= requests:
         return
+    table_ptr += request * table_stride
+    out_row = request * out_request_stride + offset * out_row_stride
+    line = tl.arange(0, ROWS * GROUPS)
+    group = line % GROUPS
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-    wanted = tl.load(gather_lens_ptr + request).to(tl.int64)
-    length = tl.minimum(wanted, room)
+    start = first
+    length = tl.minimum(seq_len, room)
+    if not WHOLE:
+        wanted = tl.load(gather_lens_ptr + request).to(tl.int64)
+        start += seq_len - wanted
+        length = tl.minimum(wanted, room)
+    index = line // GROUPS
+    inside, page, row = _find_rows(
+        start + index, room, first + index, table_ptr, table_width, page_stride, num_blocks, RECORD
+    )
     if (first >= length) | (seq_len < 0):
         return
-    out_row = request * out_request_stride + offset * out_row_stride
-    table_ptr += request * table_stride
 
-    line = tl.arange(0, ROWS * GROUPS)
-    index = first + line // GROUPS
-    group = line % GROUPS
-    inside, page, row = _find_rows(
-        index, length, seq_len, wanted, table_ptr, table_width, page_stride, num_blocks, RECORD
-    )
+    index += first
+    inside &= index < length
     coded = inside & (group < RECORD.coded // RULE.group)
     NBYTES: tl.constexpr = RULE.group // 2 if RULE.element == "e2m1" else RULE.group
     at = page + RECORD.codes_at + row * RECORD.codes_step + group * NBYTES
     stored = tl.load(
         cache_ptr + at[:, None] + tl.arange(0, NBYTES)[None, :], mask=coded[:, None], other=0
     )
-    codes = unpack_codes(stored) if RULE.element == "e2m1" else stored
     ELEMENT: tl.constexpr = RULE.element
     SCALE: tl.constexpr = RULE.scale
-    values = float_of(decode_bits(codes, ELEMENT, NATIVE))
+    if ELEMENT == "e2m1":
+        values = float_of(unpack_e2m1_bits(stored))
+    else:
+        values = float_of(decode_bits(stored, ELEMENT, NATIVE))
 
     at = page + RECORD.scales_at + row * RECORD.scales_step
     if RECORD.fp32_scale:
@@ -177,10 +180,12 @@ def _gather_kernel(
     )
 
     if RECORD.raw > 0:
-        index = first + tl.arange(0, ROWS)
+        index = tl.arange(0, ROWS)
         inside, page, row = _find_rows(
-            index, length, seq_len, wanted, table_ptr, table_width, page_stride, num_blocks, RECORD
-        )
+            start + index, length, first + index, table_ptr, table_width, page_stride, num_blocks,
+            RECORD,
+        )  # fmt: skip
+        index += first
         byte = tl.arange(0, 2 * RECORD.raw)
         at = page + RECORD.raw_at + row * RECORD.raw_step
         raw = tl.load(cache_ptr + at[:, None] + byte[None, :], mask=inside[:, None], other=0)
@@ -297,6 +302,7 @@ def dequantize_and_gather_k_cache(
             RECORD=record,
             RULE=rule,
             NATIVE=native,
+            WHOLE=gather_lens is None,
             ROWS=rows,
             num_warps=launch.num_warps or (1 if rule.element == "e2m1" else 2),
             enable_fp_fusion=False,

@@ -249,6 +249,18 @@ def unpack_codes(packed):
 
 
 @triton.jit
+def unpack_e2m1_bits(packed):
+    """fp32 bits [N, 2M] of the E2M1 codes in bytes [N, M], the low nibble first."""
+    wide = packed.to(tl.uint32)
+    low = ((wide & 0x07) << 22) | ((wide & 0x08) << 28)
+    high = ((wide & 0x70) << 18) | ((wide & 0x80) << 24)
+    bits = tl.interleave(low, high)
+    # As fp32 bits they mean 2**-126 times the value, sign and all.
+    RAISE: tl.constexpr = (254 - _E2M1_BIAS) << 23
+    return bits_of(float_of(bits) * float_of(tl.full(bits.shape, RAISE, tl.uint32)))
+
+
+@triton.jit
 def _encode_kernel(
     x_ptr, codes_ptr, n, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -286,7 +286,7 @@ def _calls(
     make = _Inputs(config, device)
     for k in config.k_caches:
         yield f"insert {k.layout}, {k.block_size} rows", partial(_insert, make, k)
-        yield f"gather {k.layout}, {k.block_size} rows", partial(_gather, make, k)
+        yield from _gathers(f"{k.layout}, {k.block_size} rows", make, k)
     for c in config.compressed:
         kind = f"{c.layout}, ratio {c.compress_ratio}{', overlap' if c.overlap else ''}"
         yield f"save states {kind}", partial(_save_states, make, c)
@@ -294,15 +294,13 @@ def _calls(
             name = f"compress {kind}: {plan.tokens} tokens, {plan.columns} columns"
             yield name, partial(_compress, make, c, plan)
         if c.gathered and get_layout(c.layout).head_dim == 512:
-            kind = f"{c.layout}, {c.block_size} rows"
-            yield f"gather {kind}", partial(_gather, make, c)
+            yield from _gathers(f"{c.layout}, {c.block_size} rows", make, c)
     for latent in config.latents:
         kind = f"{latent.layout}, ratio {latent.compress_ratio}"
         yield f"pool latent {kind}", partial(_pool_latent, make, latent)
         yield f"rotate and insert {kind}", partial(_rope_quant, make, latent)
         if latent.gathered:
-            kind = f"{latent.layout}, {latent.block_size} rows"
-            yield f"gather {kind}", partial(_gather, make, latent)
+            yield from _gathers(f"{latent.layout}, {latent.block_size} rows", make, latent)
     for index in config.indices:
         kind = f"ratio {index.compress_ratio}, top {index.topk}, window {index.window_size}"
         if "global" in index.builders and index.topk:
@@ -364,12 +362,22 @@ def _insert(make: _Inputs, plan: KCache) -> None:
     )
 
 
-def _gather(make: _Inputs, plan: KCache | CompressedCache | LatentCache) -> None:
+def _gathers(
+    kind: str, make: _Inputs, plan: KCache | CompressedCache | LatentCache
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Gathers of the last rows and of whole sequences, which are kernels of their own."""
+    yield f"gather {kind}", partial(_gather, make, plan, whole=False)
+    yield f"gather whole {kind}", partial(_gather, make, plan, whole=True)
+
+
+def _gather(
+    make: _Inputs, plan: KCache | CompressedCache | LatentCache, *, whole: bool
+) -> None:
     gpu.dequantize_and_gather_k_cache(
         make.floats(1, 1, get_layout(plan.layout).head_dim, dtype=torch.bfloat16),
         make.cache(plan),
         make.numbers(1),
-        make.numbers(1),
+        None if whole else make.numbers(1),
         make.table(1),
         plan.block_size,
         0,
