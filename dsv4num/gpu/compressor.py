@@ -191,9 +191,9 @@ def _store_row(
 
 
 @triton.jit
-def _norm_and_rotate(pooled, weight, eps, cos, sin, rotated):
+def _norm_and_rotate(pooled, weight, eps, cos, sin, rotated, NATIVE: tl.constexpr):
     """Norms a row [1, D] and rotates its last 64 columns."""
-    normed = (pooled * inverse_rms(pooled, eps)) * weight
+    normed = (pooled * inverse_rms(pooled, eps, NATIVE)) * weight
     even, odd = tl.split(tl.reshape(normed, (1, normed.shape[1] // 2, 2)))
     new_even, new_odd = rotate_pairs(even, odd, cos, sin)
     return tl.interleave(tl.where(rotated, new_even, even), tl.where(rotated, new_odd, odd))
@@ -280,7 +280,7 @@ def _compress_kernel(
             good = tl.load(pooled_ptr + token * (D + _SCRATCH) + D) == 1.0
         if FINISH:
             if good:
-                row = _norm_and_rotate(pooled, weight, eps, cos, sin, rotated)
+                row = _norm_and_rotate(pooled, weight, eps, cos, sin, rotated, NATIVE)
                 _store_row(row, slot, cache_ptr, page_stride, RECORD, RULE, NATIVE)
         else:
             tl.store(scratch[None, :], pooled)
@@ -449,7 +449,8 @@ def _publish_kernel(
             largest = tl.maximum(score0, score1)  # a NaN score gives NaN, whatever is largest
             weight0, weight1 = exp_nonpositive(score0 - largest), exp_nonpositive(score1 - largest)
             pooled = tl.div_rn(weight0 * kv0 + weight1 * pooled, weight0 + weight1)
-        normed = (pooled * inverse_rms(pooled, eps)) * load_weight(weight_ptr, column)[None, :]
+        scale = inverse_rms(pooled, eps, NATIVE)
+        normed = (pooled * scale) * load_weight(weight_ptr, column)[None, :]
         halves = round_bf16_bits(bits_of(normed), NATIVE).to(tl.int16, bitcast=True)
         tl.store((out_ptr + token * out_stride + column)[None, :], halves)
 
