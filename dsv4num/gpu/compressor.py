@@ -440,12 +440,15 @@ def _publish_kernel(
             start = tl.load(starts_ptr + request).to(tl.int64)
             before = tl.load(slots_ptr + token - 1, mask=token > 0, other=-1).to(tl.int64)
             inside = (token > start) & (before >= 0) & (before < num_slots)
-            back = (slot // capacity) * block_stride + ((position - 1) % capacity) * row_stride
-            earlier = ring_ptr + back + column
+            score1 = tl.load(here + WIDTH)[None, :]
+            # Loads in both branches: of a choice of pointers, Triton 3.6 makes nothing for AMD.
             if inside:
                 earlier = kv_score_ptr + (token - 1) * kv_score_stride + column
-            kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
-            score1 = tl.load(here + WIDTH)[None, :]
+                kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
+            else:
+                back = (slot // capacity) * block_stride + ((position - 1) % capacity) * row_stride
+                earlier = ring_ptr + back + column
+                kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
             largest = tl.maximum(score0, score1)  # a NaN score gives NaN, whatever is largest
             weight0, weight1 = exp_nonpositive(score0 - largest), exp_nonpositive(score1 - largest)
             pooled = tl.div_rn(weight0 * kv0 + weight1 * pooled, weight0 + weight1)
