@@ -193,7 +193,10 @@ def _store_row(
 @triton.jit
 def _norm_and_rotate(pooled, weight, eps, cos, sin, rotated, NATIVE: tl.constexpr):
     """Norms a row [1, D] and rotates its last 64 columns."""
-    normed = (pooled * inverse_rms(pooled, eps, NATIVE)) * weight
+    # One number, not a tile: Triton 3.9 spreads the layout of a [1, 1] tile, in which every thread has
+    # the whole row, over all that follows.
+    scale = inverse_rms(pooled, eps, NATIVE).item()
+    normed = (pooled * scale) * weight
     even, odd = tl.split(tl.reshape(normed, (1, normed.shape[1] // 2, 2)))
     new_even, new_odd = rotate_pairs(even, odd, cos, sin)
     return tl.interleave(tl.where(rotated, new_even, even), tl.where(rotated, new_odd, odd))
