@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,6 +28,21 @@ HAS_GPU = gpu_is_there()
 if not HAS_GPU:
     # Read by triton when it is imported, which no test module has done yet.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Torch raises where a call waits for the device. The mode must not outlive a failure."""
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            # It warns of itself, after it was set: a warning that is an error would leave it set.
+            warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def pytest_configure(config: pytest.Config) -> None:

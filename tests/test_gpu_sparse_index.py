@@ -5,11 +5,14 @@ What the kernels write is compared with the reference by `dsv4num verify`; here 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import no_waiting
 from test_sparse_index import (
     COMBINE,
     INT32_MAX,
@@ -423,8 +426,22 @@ def test_no_wait_for_the_device(operation: str, device: str) -> None:
     function: Callable[..., Any] = getattr(gpu, NAMES[operation])
     tensors = as_tensors(MAKE[operation](), device)
     function(**tensors)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         function(**tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_failure_leaves_no_mode_behind(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def set_mode(mode: str) -> None:  # as torch does it
+        modes.append(mode)
+        if mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(RuntimeError) if fails else nullcontext(), no_waiting():
+        assert modes == ["error"]
+        if fails:
+            raise RuntimeError("a wait")
+    assert modes == ["error", "default"]

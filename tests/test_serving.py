@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from conftest import HAS_GPU
+from conftest import HAS_GPU, no_waiting
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -389,18 +389,13 @@ def test_graph_of_all() -> None:
         assert_equal(output, want)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_call_waits_for_the_device() -> None:
-    """Torch raises where a call copies to the host."""
     works = [make("cuda") for make in WORKS.values()]
     for work in works:
         plain(work, 1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for work in works:
             work.launch(work.tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
 
 

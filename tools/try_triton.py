@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: The oldest and the newest that the package supports.
 VERSIONS = ("3.6.0", "3.9.0")
-KERNEL_TESTS = ("scalar", "paged_cache", "compressor", "sparse_index")
+KERNEL_TESTS = ("scalar", "arithmetic", "paged_cache", "compressor", "sparse_index")
 
 
 def build(folder: Path, version: str) -> Path:

@@ -35,6 +35,8 @@ _LN2_LO = tl.constexpr(LN2_LO)
 _LOWER_LIMIT = tl.constexpr(EXP32_LOWER_LIMIT)
 _P0, _P1, _P2, _P3, _P4 = (tl.constexpr(p) for p in EXP32_POLYNOMIAL)
 _NAN = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(float("inf"))
+_SMALL, _TWO_32, _TWO_M16 = (tl.constexpr(2.0**power) for power in (-96, 32, -16))
 
 
 @triton.jit
@@ -77,11 +79,42 @@ def tree_sum_rows(x):
 
 
 @triton.jit
-def inverse_rms(c, eps):
+def square_root(x, NATIVE: tl.constexpr):
+    """The root, rounded to nearest, of fp32 values that are 0 or more, or NaN.
+
+    Triton's own is not rounded to nearest everywhere: that of 3.6 is not below 2**-104 on AMD. So the
+    portable path takes an estimate, good to a unit in its last place, and corrects it with integers.
+    """
+    if NATIVE:
+        root = tl.sqrt_rn(x)
+    else:
+        small = x < _SMALL
+        bits = bits_of(tl.where(small, x * _TWO_32, x))
+        # x is s * 4**k with s from 1 to below 4. Three steps of Heron's, from within 4 % of its root.
+        odd = (bits & 0x800000) != 0  # the exponent field, where s is below 2
+        s = float_of((bits & 0x7FFFFF) | tl.where(odd, 0x3F800000, 0x40000000).to(tl.uint32))
+        guess = s * 0.34375 + 0.6875
+        for _ in tl.static_range(3):
+            guess = (guess + tl.div_rn(s, guess)) * 0.5
+        # In units of 2**-23 the root of n is nearest to r where -r < n - r * r <= r. Both numbers may
+        # have 48 bits, but their difference has 27, so that their lower 32 give it.
+        r = bits_of(guess) - (0x3F800000 - 0x800000)
+        n = ((bits & 0x7FFFFF) | 0x800000) << tl.where(odd, 23, 24).to(tl.uint32)
+        error = (n - r * r).to(tl.int32, bitcast=True)
+        r = r.to(tl.int32, bitcast=True)
+        r += (error > r).to(tl.int32) - (error <= -r).to(tl.int32)
+        field = ((bits >> 23) + 127) >> 1  # that of 2**k; r carries a 1 into it
+        root = float_of(((field - 1) << 23) + r.to(tl.uint32, bitcast=True))
+        root = tl.where(small, root * _TWO_M16, root)
+        root = tl.where((x > 0.0) & (x < _INFINITY), root, x)
+    return root
+
+
+@triton.jit
+def inverse_rms(c, eps, NATIVE: tl.constexpr):
     """[N, D] to [N, 1]: 1 / sqrt(mean square + eps), as clause 1.4 orders the roundings."""
     share: tl.constexpr = 1.0 / c.shape[1]
-    mean = tree_sum_columns(c * c) * share + eps
-    root = tl.sqrt_rn(mean)
+    root = square_root(tree_sum_columns(c * c) * share + eps, NATIVE)
     return tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)
 
 
@@ -119,6 +152,7 @@ def _rms_norm_kernel(
     rows,
     WIDTH: tl.constexpr,
     SCALE_ONLY: tl.constexpr,
+    NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -126,7 +160,7 @@ def _rms_norm_kernel(
     at = row[:, None] * WIDTH + column[None, :]
     inside = (row < rows)[:, None]
     c = tl.load(c_ptr + at, mask=inside, other=0.0)
-    scale = inverse_rms(c, eps)
+    scale = inverse_rms(c, eps, NATIVE)
     if SCALE_ONLY:
         tl.store(y_ptr + row[:, None], scale, mask=inside)
     else:
@@ -209,7 +243,7 @@ def weight_view(weight: torch.Tensor) -> torch.Tensor:
 def _launch_rms_norm(
     c: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, eps: float, *, scale_only: bool
 ) -> None:
-    use_native(Launch(), c.device)
+    native = use_native(Launch(), c.device)
     width = c.shape[-1]
     rows = c.numel() // width
     if rows == 0:
@@ -224,6 +258,7 @@ def _launch_rms_norm(
             rows,
             WIDTH=width,
             SCALE_ONLY=scale_only,
+            NATIVE=native,
             ROWS=per_program,
             num_warps=4,
             enable_fp_fusion=False,

@@ -212,9 +212,12 @@ def _store_row(
 
 
 @triton.jit
-def _norm_and_rotate(pooled, weight, eps, cos, sin, rotated):
+def _norm_and_rotate(pooled, weight, eps, cos, sin, rotated, NATIVE: tl.constexpr):
     """Norms a row [1, D] and rotates its last 64 columns."""
-    normed = (pooled * inverse_rms(pooled, eps)) * weight
+    # One number, not a tile: Triton 3.9 spreads the layout of a [1, 1] tile, in which every thread has
+    # the whole row, over all that follows.
+    scale = inverse_rms(pooled, eps, NATIVE).item()
+    normed = (pooled * scale) * weight
     even, odd = tl.split(tl.reshape(normed, (1, normed.shape[1] // 2, 2)))
     new_even, new_odd = rotate_pairs(even, odd, cos, sin)
     return tl.interleave(tl.where(rotated, new_even, even), tl.where(rotated, new_odd, odd))
@@ -304,7 +307,7 @@ def _compress_kernel(
             good = tl.load(pooled_ptr + token * (D + _SCRATCH) + D) == 1.0
         if FINISH:
             if good:
-                row = _norm_and_rotate(pooled, weight, eps, cos, sin, rotated)
+                row = _norm_and_rotate(pooled, weight, eps, cos, sin, rotated, NATIVE)
                 _store_row(row, slot, cache_ptr, page_stride, RECORD, RULE, NATIVE)
         else:
             tl.store(scratch[None, :], pooled)
@@ -575,16 +578,20 @@ def _publish_kernel(
             start = tl.load(starts_ptr + request).to(tl.int64)
             before = tl.load(slots_ptr + token - 1, mask=token > 0, other=-1).to(tl.int64)
             inside = (token > start) & (before >= 0) & (before < num_slots)
-            back = (slot // capacity) * block_stride + ((position - 1) % capacity) * row_stride
-            earlier = ring_ptr + back + column
+            score1 = tl.load(here + WIDTH)[None, :]
+            # Loads in both branches: of a choice of pointers, Triton 3.6 makes nothing for AMD.
             if inside:
                 earlier = kv_score_ptr + (token - 1) * kv_score_stride + column
-            kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
-            score1 = tl.load(here + WIDTH)[None, :]
+                kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
+            else:
+                back = (slot // capacity) * block_stride + ((position - 1) % capacity) * row_stride
+                earlier = ring_ptr + back + column
+                kv0, score0 = tl.load(earlier)[None, :], tl.load(earlier + WIDTH)[None, :]
             largest = tl.maximum(score0, score1)  # a NaN score gives NaN, whatever is largest
             weight0, weight1 = exp_nonpositive(score0 - largest), exp_nonpositive(score1 - largest)
             pooled = tl.div_rn(weight0 * kv0 + weight1 * pooled, weight0 + weight1)
-        normed = (pooled * inverse_rms(pooled, eps)) * load_weight(weight_ptr, column)[None, :]
+        scale = inverse_rms(pooled, eps, NATIVE)
+        normed = (pooled * scale) * load_weight(weight_ptr, column)[None, :]
         halves = round_bf16_bits(bits_of(normed), NATIVE).to(tl.int16, bitcast=True)
         tl.store((out_ptr + token * out_stride + column)[None, :], halves)
 
