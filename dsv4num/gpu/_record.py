@@ -114,6 +114,13 @@ def record_constant(cache: Cache) -> tuple[Record, Rule]:
     known = codes is not None and scale is not None and len(kinds) == len(set(kinds))
     if not known or codes is None or scale is None or codes.rule is None or codes.dims[0] != 0:
         raise UnsupportedError(f"layout {layout.name}: the kernels know one quantized field")
+    fields = [field for _, field in layout.fields()]
+    if layout.pools > 1 or any(plane.axes for plane in layout.planes):
+        raise UnsupportedError(f"layout {layout.name}: the kernels know no tiles and no pools")
+    if any(field.order or field.run or field.copies > 1 for field in fields):
+        raise UnsupportedError(f"layout {layout.name}: the kernels know no permuted or copied fields")
+    if "row_scale" in kinds or scale.format not in (codes.rule.scale, FP32):
+        raise UnsupportedError(f"layout {layout.name}: the kernels know no such scale")
 
     def place(field: Field | None) -> tuple[int, int]:
         for plane, candidate in layout.fields():
