@@ -70,6 +70,11 @@ class GroupRule:
     amax_factor: float = 0.0
     zero_scale: float | None = None
 
+    @property
+    def family(self) -> str:
+        """The name without the group size."""
+        return self.name.split("/")[0]
+
 
 P1_64 = GroupRule(
     name="P1/64",

@@ -329,7 +329,7 @@ class Layout:
         planes = tuple(
             replace(plane, fields=tuple(map(changed, plane.fields))) for plane in self.planes
         )
-        name = f"{self.name}@{rule.name.split('/')[0]}"
+        name = f"{self.name.split('@')[0]}@{rule.family}"
         return replace(self, name=name, planes=planes, aliases=())
 
     def fingerprint(self) -> str:
@@ -523,9 +523,9 @@ def get_layout(layout: str | Layout) -> Layout:
         base, at, family = layout.rpartition("@")
         if at and base in names:
             for rule, _ in names[base].writers:
-                if rule.name.split("/")[0] == family:
+                if rule.family == family:
                     return names[base].under(rule)
-            families = (rule.name.split("/")[0] for rule, _ in names[base].writers)
+            families = (rule.family for rule, _ in names[base].writers)
             allowed = ", ".join(families) or "no rule but its own"
             raise ArgumentError("layout", repr(layout), f"{base}@RULE with {allowed}", "4.6")
     allowed = f"{', '.join(LAYOUTS)}, or what `dsv4num layout --list` names"
