@@ -737,7 +737,7 @@ def test_rules_in_words() -> None:
         "v32_fp8@F3": "amax / 448 as it is; code = e4m3fn(x * fp32(1/scale))",
         "indexer_fp8@F3z": "x * fp32(448/amax)",
         "v32_nvfp4@N3": "amax / 6, rounded up to a e4m3fn",
-        "glm_nvfp4": "x * (scale ? fp32(1/scale) : 0)",
+        "glm_nvfp4": "x * fp32(1/scale or 0)",
         "v41_mxfp4_ascend": "2 ** (exponent of amax - exponent of 6)",
         "plain_fp8": "one for the whole tensor, not stored",
         "v32_nvfp4": "unit/64: scale = 1, not stored",

@@ -154,7 +154,7 @@ _SCALINGS = {
     "multiply": "x * (1 / scale)",
     "divide": "x / scale",
     "reciprocal": "x * fp32(1/scale)",
-    "reciprocal_or_zero": "x * (scale ? fp32(1/scale) : 0)",
+    "reciprocal_or_zero": "x * fp32(1/scale or 0)",
     "amax_reciprocal": "x * fp32({qmax}/amax)",
 }
 
