@@ -126,7 +126,8 @@ def _rules(layout: Layout) -> list[str]:
         if field.rule and field.rule not in rules:
             rules.append(field.rule)
             stored = next((f.format for _, f in layout.fields() if _scales(f, field)), None)
-            lines += _rule(field.rule, stored.name if stored else "")
+            coded = any(f.kind == "codes" and f.rule == field.rule for _, f in layout.fields())
+            lines += _rule(field.rule, stored.name if stored else "", coded=coded)
     base = layout.name.split("@")[0]
     for rule, who in layout.writers:
         own = rule == layout.rule
@@ -159,7 +160,7 @@ _SCALINGS = {
 }
 
 
-def _rule(rule: GroupRule, stored: str) -> list[str]:
+def _rule(rule: GroupRule, stored: str, *, coded: bool) -> list[str]:
     """One group rule in words."""
     bits = struct.unpack("<I", struct.pack("<f", rule.floor))[0]
     as_stored = "" if stored in ("", rule.scale.name) else f", stored as {stored}"
@@ -178,7 +179,8 @@ def _rule(rule: GroupRule, stored: str) -> list[str]:
     texts = (
         f"{rule.group} elements share one {rule.scale.name} scale{as_stored}",
         f"qmax {qmax}; {floor}",
-        f"scale = {scale}; code = {rule.element.name}({scaled})",
+        f"scale = {scale}; "
+        + (f"code = {rule.element.name}({scaled})" if coded else f"then {scaled}"),
     )
     told = texts[2:] if rule.scale_rounding in ("unit", "given") else texts
     heads = (f"{rule.name}: ", *(" " * (len(rule.name) + 2) for _ in told[1:]))
@@ -284,6 +286,8 @@ def _plane_rows(
             rows.append(("", ("⋮", *("" for _ in plane.fields[1:]))))
         start = base + row * plane.row_bytes
         texts = [f"{f.name} {_bytes(f, start + f.offset)}" for f in plane.fields]
+        if len(texts) > 4:  # where each field starts is what fits
+            texts = [f"{f.name} {start + f.offset}" for f in plane.fields]
         if plane.axes:
             start = base + plane.row_offset(row, block_size)
             first = (start + plane.byte_offset(f.offset, block_size) for f in plane.fields)

@@ -203,7 +203,7 @@ _GLM_FP8_ROPE = (
     Field("rope_scale", "scale", 288, 4, FP32, _TAIL, F6_64),
     Field("rope", "codes", 304, 64, E4M3FN, _TAIL, F6_64),
 )
-_TOKEN_SCALE = Field("token_scale", "row_scale", 292, 4, FP32, _ALL, ROW_512)
+_TOKEN_SCALE = Field("outer", "row_scale", 292, 4, FP32, _ALL, ROW_512)
 GLM_NVFP4_FP8ROPE = replace(
     _row(
         *("glm_nvfp4_fp8rope", 576, 368),
