@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from dsv4num.formats import FP32, UE8M0, Field, FloatFormat, GroupRule, Layout
 from dsv4num.reference import decode
 
-__all__ = ["Knobs", "encode_under", "field_columns"]
+__all__ = ["Columns", "Knobs", "encode_under", "field_columns"]
+
+#: Columns of a record: together, or, where entries are permuted or dealt out, one by one.
+Columns: TypeAlias = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +152,16 @@ def encode_under(
     return records
 
 
-def field_columns(layout: Layout) -> Iterator[tuple[Field, slice]]:
-    """Every field with its columns in a record."""
+def field_columns(layout: Layout) -> Iterator[tuple[Field, Columns]]:
+    """Every field with its columns in a record, entry after entry."""
     first = 0
     for plane in layout.planes:
         for field in plane.fields:
-            yield field, slice(first + field.offset, first + field.offset + field.nbytes)
+            start = first + field.offset
+            if field.order or field.run:
+                yield field, np.array(field.places) + first
+            else:
+                yield field, slice(start, start + field.nbytes)
         first += plane.row_bytes
 
 

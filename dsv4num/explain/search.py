@@ -564,10 +564,10 @@ def separate(dump: Dump, source: Source, a: Knobs, b: Knobs) -> str | None:
     best = np.argwhere(differ & scales if (differ & scales).any() else differ)[0]
     row, column = (int(index) for index in best)
     for entry, where in dump.fields:
-        if where.start <= column < where.stop:
-            return _in_words(
-                probes, row, column - where.start, entry, [r[row, column] for r in records]
-            )
+        place = np.flatnonzero(np.arange(layout.row_bytes)[where] == column)
+        if place.size:
+            codes = [r[row, column] for r in records]
+            return _in_words(probes, row, int(place[0]), entry, codes)
     return None
 
 
