@@ -78,10 +78,7 @@ def compare(a: Layout, b: Layout, block_size: int = 64) -> Comparison:
         scale: row r begins at byte 1024 + 16 * r, byte 512 + 528 * r
         byte 512 is 78 in v41_mxfp8, 77 in v41_mxfp8_inline
     """
-    telling = {
-        name: _first_byte(a, b, block_size, value)
-        for name, value in (("ones", 1.0), ("zeros", 0.0))
-    }
+    telling = {kind: _first_byte(a, b, block_size, kind) for kind in ("ones", "zeros", "steps")}
     return Comparison(
         (a.name, b.name),
         (a.fingerprint(), b.fingerprint()),
