@@ -182,9 +182,7 @@ def value(code: int, fmt: str) -> Number:
             return NAN
         bias = 8
     exponent, fraction = (code >> 3) & 15, code & 7
-    size = (
-        fraction * two(1 - bias - 3) if exponent == 0 else (8 + fraction) * two(exponent - bias - 3)
-    )
+    size = fraction * two(1 - bias - 3) if exponent == 0 else (8 + fraction) * two(exponent - bias - 3)
     return signed(code >= 128, size)
 
 

@@ -30,8 +30,6 @@ TABLES = {
     "rope_quant_insert": (oracle.rope_arguments, oracle.ROPE_ERRORS),
     "pool_ring_latent": (oracle.ring_arguments, oracle.RING_ERRORS),
 }
-
-
 def can_be_a_tensor(value: Any) -> bool:
     """Torch has no read-only tensors, no negative strides, and fewer dtypes."""
     if not isinstance(value, np.ndarray):

@@ -81,7 +81,9 @@ def error_of(function: Any, arguments: dict[str, Any], **more: Any) -> Dsv4numEr
 
 def assert_same_error(name: str, call: dict[str, Any], kind: type, device: str) -> None:
     """The call is refused by both sides with one class and one text."""
-    operation = "quantize_and_insert_k_cache" if "k" in call else "dequantize_and_gather_k_cache"
+    operation = (
+        "quantize_and_insert_k_cache" if "k" in call else "dequantize_and_gather_k_cache"
+    )
     theirs = error_of(getattr(oracle, operation), call)
     tensors = as_tensors(call, device)
     ours = error_of(getattr(gpu, operation), tensors, validate=True)
@@ -159,14 +161,18 @@ def of_tensors(table: list[tuple[str, Change, type, str]]) -> list[tuple[str, Ch
     return [row[:3] for row in table if row[3] not in ("read-only", "stride -1")]
 
 
-@pytest.mark.parametrize(("name", "change", "kind"), of_tensors(INSERT_ERRORS) + MORE_INSERT_ERRORS)
+@pytest.mark.parametrize(
+    ("name", "change", "kind"), of_tensors(INSERT_ERRORS) + MORE_INSERT_ERRORS
+)
 def test_insert_errors(name: str, change: Change, kind: type, device: str) -> None:
     call = insert_arguments()
     call[name] = change(call)
     assert_same_error(name, call, kind, device)
 
 
-@pytest.mark.parametrize(("name", "change", "kind"), of_tensors(GATHER_ERRORS) + MORE_GATHER_ERRORS)
+@pytest.mark.parametrize(
+    ("name", "change", "kind"), of_tensors(GATHER_ERRORS) + MORE_GATHER_ERRORS
+)
 def test_gather_errors(name: str, change: Change, kind: type, device: str) -> None:
     call = gather_arguments()
     call[name] = change(call)
@@ -188,10 +194,7 @@ def test_gather_errors(name: str, change: Change, kind: type, device: str) -> No
         # Two things are wrong: which of them is named must not depend on the side.
         ({"gather_lens": np.int32([-1, 9])}, "gather_lens"),
         ({"seq_lens": np.int32([-4, 3]), "gather_lens": np.int32([4, 5])}, "gather_lens"),
-        (
-            {"block_table": np.int32([[2, 9], [-1, 1]]), "seq_lens": np.int32([4, -3])},
-            "block_table",
-        ),
+        ({"block_table": np.int32([[2, 9], [-1, 1]]), "seq_lens": np.int32([4, -3])}, "block_table"),
         ({"block_size": 0, "offset": -1}, "block_size"),
     ],
 )
@@ -224,7 +227,9 @@ def test_insert_device_mismatch(name: str, device: str) -> None:
     assert error.name == ("k" if name == "k_cache" else name)  # the one that differs from k_cache
 
 
-@pytest.mark.parametrize("name", ["out", "k_cache", "seq_lens", "gather_lens", "block_table"])
+@pytest.mark.parametrize(
+    "name", ["out", "k_cache", "seq_lens", "gather_lens", "block_table"]
+)
 def test_gather_device_mismatch(name: str, device: str) -> None:
     call = as_tensors(gather_arguments(), device)
     call[name] = call[name].to("meta")

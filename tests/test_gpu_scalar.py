@@ -23,18 +23,7 @@ from dsv4num.gpu import Launch  # noqa: E402
 BF16 = ml_dtypes.bfloat16
 SMALL = ("e4m3fn", "e4m3fnuz", "e2m1", "ue8m0")
 PATHS = ("auto", "portable") if torch.cuda.is_available() else ("portable",)
-SPECIAL = [
-    0,
-    1,
-    2,
-    0x007FFFFF,
-    0x00800000,
-    0x7F7FFFFF,
-    0x7F800000,
-    0x7F800001,
-    0x7FC00000,
-    0x7FFFFFFF,
-]
+SPECIAL = [0, 1, 2, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
 
 
 def tensor(values: np.ndarray, device: str) -> Any:
@@ -129,9 +118,7 @@ def test_encode_scale(rule: str, device: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_quantize_and_dequantize(rule: str, path: Any, device: str) -> None:
     rng = np.random.default_rng(1)
-    x = (rng.normal(0, 1, (3, 5, 128)) * np.exp2(rng.integers(-20, 20, (3, 5, 1)))).astype(
-        np.float32
-    )
+    x = (rng.normal(0, 1, (3, 5, 128)) * np.exp2(rng.integers(-20, 20, (3, 5, 1)))).astype(np.float32)
     x[0, 0], x[0, 1, :4], x[1, 0, 7], x[1, 1, 9] = 0, [np.nan, -0.0, 1, 2], np.inf, np.nan
     x[1, 2], x[1, 3], x[2, 0] = -np.inf, np.nan, np.float32(2**-149)
     for values in (x, x.astype(BF16)):
@@ -327,9 +314,7 @@ def test_quotients_at_every_midpoint_of_every_scale(device: str) -> None:
     scales = oracle.decode(np.arange(1, 127, dtype=np.uint8), "e4m3fn")
     midpoints = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
     products = (scales[:, None] * midpoints).view(np.uint32)
-    beside = products[..., None] + np.arange(-7, 8).astype(
-        np.uint32
-    )  # 15 neighbours: one group each
+    beside = products[..., None] + np.arange(-7, 8).astype(np.uint32)  # 15 neighbours: one group each
     x = np.concatenate([beside.view(np.float32), -beside.view(np.float32)], axis=1)
     amax = np.broadcast_to(6 * scales[:, None, None], (*x.shape[:2], 1))
     groups = np.concatenate([amax, x], axis=2).reshape(-1, 16)

@@ -63,9 +63,7 @@ def test_insert_in_an_environment_without_torch(tmp_path: Path) -> None:
                 (tmp_path / part.name).symlink_to(part)
     (tmp_path / "dsv4num").symlink_to(PACKAGE)
     there = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-    absent = (
-        "import importlib.util as u; assert not (u.find_spec('torch') or u.find_spec('rich'))\n"
-    )
+    absent = "import importlib.util as u; assert not (u.find_spec('torch') or u.find_spec('rich'))\n"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", there + absent + HOOK],
         capture_output=True,

@@ -58,9 +58,7 @@ def test_a_quick_run(verify: Any, device: str) -> None:
     assert heads in lines
     assert any(line[:3] == ["pack", "e2m1", "portable"] and line[6] == "0" for line in lines)
     words = " ".join(out.split())
-    assert (
-        f"dsv4num {dsv4num.__version__}" in words and f"torch {metadata.version('torch')}" in words
-    )
+    assert f"dsv4num {dsv4num.__version__}" in words and f"torch {metadata.version('torch')}" in words
     assert ", 0 mismatches, " in out.splitlines()[-1]
     assert ("Triton's interpreter" in out) == (device == "cpu")
 
