@@ -41,7 +41,7 @@ def facts_of(dump: Dump, slots: NDArray[np.int64], expected: NDArray[np.uint8]) 
     found = dump.records(slots)
     differs = found != expected
     return [
-        *_stale_rows(found, differs, slots),
+        *_stale_rows(dump, found, differs, slots),
         *_stale_fields(dump, found, differs),
         *_moved(found, expected, differs, slots),
         *_equal_values(dump, found, expected, differs),
@@ -54,10 +54,10 @@ def _count(rows: int) -> str:
 
 
 def _stale_rows(
-    found: NDArray[np.uint8], differs: NDArray[np.bool_], slots: NDArray[np.int64]
+    dump: Dump, found: NDArray[np.uint8], differs: NDArray[np.bool_], slots: NDArray[np.int64]
 ) -> Iterator[Fact]:
     """Rows of one byte throughout."""
-    same = (found == found[:, :1]).all(axis=1) & differs.any(axis=1)
+    same = dump.blank(found) & differs.any(axis=1)
     if same.any():
         values, counts = np.unique(found[same, 0], return_counts=True)
         byte = int(values[np.argmax(counts)])

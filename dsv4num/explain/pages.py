@@ -102,11 +102,27 @@ class Dump:
         return np.arange(self.pages * self.block_size, dtype=np.int64)
 
     def records(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The records in these slots, uint8 [T, row bytes]."""
-        return self.data[self.offsets(slots)]
+        """The records in these slots, uint8 [T, row bytes]; bytes of gaps are 0, whatever is there."""
+        records = self.data[self.offsets(slots)]
+        if self.gaps.any():
+            records[:, self.gaps] = 0
+        return records
+
+    def blank(self, records: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Which records hold one byte throughout, gaps aside, and may never have been written."""
+        same: NDArray[np.bool_] = ((records == records[:, :1]) | self.gaps).all(axis=1)
+        return same
+
+    @cached_property
+    def gaps(self) -> NDArray[np.bool_]:
+        """Which bytes of a record are not written (clause 4.6)."""
+        gaps = np.zeros(self.layout.row_bytes, np.bool_)
+        for entry, where in self.fields:
+            gaps[where] = entry.kind == "gap"
+        return gaps
 
     def offsets(self, slots: NDArray[np.int64], knobs: Knobs | None = None) -> NDArray[np.int64]:
-        """Where each byte of each record lies; -1 for one outside the dump or not written.
+        """Where each byte of each record lies; -1 for one outside the dump, in a gap, or not written.
 
         Args:
             slots: int64 [T]; below 0 for a row that is not written.
@@ -129,7 +145,7 @@ class Dump:
         where: NDArray[np.int64] = np.concatenate(parts, axis=1)
         where[outside] = -1
         for entry, columns in self.fields:
-            if entry.kind == "pad" and not pad_written:
+            if entry.kind == "gap" or (entry.kind == "pad" and not pad_written):
                 where[:, columns] = -1
         return where
 

@@ -410,7 +410,10 @@ INDEXER_FP8_TILES = replace(
     writers=(),
 )
 INDEXER_FP8_TILES_FNUZ = replace(
-    _tiled(uniform("", P1_128_FNUZ, 128, scale=FP32), "indexer_fp8_tiles_fnuz", _TILES, (), _ROCM),
+    _tiled(
+        *(uniform("", P1_128_FNUZ, 128, scale=FP32), "indexer_fp8_tiles_fnuz", _TILES, ()),
+        "vLLM on gfx942 with qmax 224, ATOM with 240",
+    ),
     writers=((P1_128_FNUZ, "vLLM on gfx942"), (P1_128_FNUZ_240, "ATOM")),
 )
 INDEXER_MXFP4_PAGE576 = _paged(INDEXER_MXFP4, 576, _VLLM_INDEXER, "vllm:indexer-mxfp4@v4")
