@@ -1,4 +1,4 @@
-"""The command `dsv4num`: look at layouts and codes, verify kernels, explain bytes.
+"""The command `dsv4num`: look at layouts and codes, verify kernels, explain and move bytes.
 
 Exit codes: 0 done; 1 something differs, breaks a rule or stays unexplained; 2 bad input.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from dsv4num import SPEC_VERSION, __version__
 from dsv4num.errors import ArgumentError, Dsv4numError
-from dsv4num.formats import LAYOUTS, SCALARS, Field, Layout, get_layout, get_scalar
+from dsv4num.formats import SCALARS, get_scalar
 from dsv4num.reference import decode, encode
 
 __all__ = ["main"]
@@ -41,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from dsv4num.audit.command import add_audit
     from dsv4num.explain.command import add_diff, add_explain, add_guess, add_inspect
+    from dsv4num.layouts.command import add_convert, add_layout
     from dsv4num.vectors.command import add_vectors
     from dsv4num.verify.command import add_report, add_targets, add_verify
 
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = f"dsv4num {__version__}, SPEC {SPEC_VERSION}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_layout(commands)
+    add_layout(commands)
+    add_convert(commands)
     _add_encode(commands)
     _add_decode(commands)
     add_verify(commands)
@@ -77,77 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _add_layout(commands: Any) -> None:
-    """The command `layout`."""
-    parser = commands.add_parser("layout", help="draw the byte map of a row and of a page")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("name", nargs="?", metavar="NAME", help="a layout; --list names them")
-    what.add_argument("--list", action="store_true", help="name every layout and its sizes")
-    parser.add_argument(
-        "--block-size", type=int, default=64, metavar="N", help="rows per page (default: 64)"
-    )
-    parser.add_argument("--json", action="store_true", help="the same facts as JSON")
-    parser.set_defaults(func=_layout)
-
-
-def _layout(args: argparse.Namespace) -> int:
-    """Prints one layout or the list of them."""
-    if args.block_size < 1:
-        raise ArgumentError("--block-size", args.block_size, "1 or more", "4.2")
-    chosen = list(LAYOUTS.values()) if args.list else [get_layout(args.name)]
-    if args.json:
-        facts = [_layout_facts(layout, args.block_size) for layout in chosen]
-        print(json.dumps(facts if args.list else facts[0], indent=2))
-    elif args.list:
-        heads = ("layout", "values", "bytes/row", f"bytes/page of {args.block_size}", "form")
-        _print_table([heads, *(_layout_line(layout, args.block_size) for layout in chosen)])
-    else:
-        _print(chosen[0].describe(args.block_size))
-    return 0
-
-
-def _layout_line(layout: Layout, block_size: int) -> tuple[str, ...]:
-    """A layout's line in the list."""
-    sizes = layout.head_dim, layout.row_bytes, layout.page_bytes(block_size)
-    return (layout.name, *map(str, sizes), "inline" if layout.inline else "segregated")
-
-
-def _layout_facts(layout: Layout, block_size: int) -> dict[str, Any]:
-    """A layout as plain data. Offsets in bytes; `dims` is first and one past the last."""
-    return {
-        "name": layout.name,
-        "head_dim": layout.head_dim,
-        "row_bytes": layout.row_bytes,
-        "block_size": block_size,
-        "owned_bytes": layout.owned_bytes(block_size),
-        "page_bytes": layout.page_bytes(block_size),
-        "page_multiple": layout.page_multiple,
-        "planes": [
-            {
-                "name": plane.name,
-                "page_offset": layout.plane_offset(index, block_size),
-                "row_bytes": plane.row_bytes,
-                "fields": [_field_facts(field) for field in plane.fields],
-            }
-            for index, plane in enumerate(layout.planes)
-        ],
-    }
-
-
-def _field_facts(field: Field) -> dict[str, Any]:
-    """A field as plain data."""
-    return {
-        "name": field.name,
-        "kind": field.kind,
-        "offset": field.offset,
-        "nbytes": field.nbytes,
-        "format": field.format.name if field.format else None,
-        "dims": list(field.dims) if field.format else None,
-        "rule": field.rule.name if field.rule else None,
-        "pad_value": field.pad_value if field.kind == "pad" else None,
-    }
-
-
 def _add_encode(commands: Any) -> None:
     """The command `encode`."""
     parser = commands.add_parser("encode", help="codes of values")
@@ -171,7 +101,7 @@ def _encode(args: argparse.Namespace) -> int:
         x = np.array([_number(text) for text in args.values], np.float64).astype(np.float32)
     codes = encode(x, chosen)
     lines = zip(x.view(np.uint32), codes, decode(codes, chosen), args.values, strict=True)
-    _print_table(
+    print_table(
         [
             ("value", "fp32", "code", "decoded"),
             *((t, f"0x{b:08X}", _hex(c, chosen.width), str(v)) for b, c, v, t in lines),
@@ -205,7 +135,7 @@ def _decode(args: argparse.Namespace) -> int:
     )
     values = decode(codes, chosen)
     lines = zip(codes, values, values.view(np.uint32), strict=True)
-    _print_table(
+    print_table(
         [
             ("code", "value", "fp32"),
             *((_hex(c, chosen.width), str(v), f"0x{b:08X}") for c, v, b in lines),
@@ -230,14 +160,14 @@ def _hex(code: Any, width: int) -> str:
     return f"0x{int(code):0{-(-width // 4)}X}"
 
 
-def _print_table(lines: Sequence[Sequence[str]]) -> None:
+def print_table(lines: Sequence[Sequence[str]]) -> None:
     """Columns, left aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
-    _print("\n".join(row.rstrip() for row in rows))
+    print_text("\n".join(row.rstrip() for row in rows))
 
 
-def _print(text: str) -> None:
+def print_text(text: str) -> None:
     """Text as it is; on a terminal the first line is bold and the lines of drawings are dim."""
     if not sys.stdout.isatty():
         print(text)

@@ -11,6 +11,7 @@ import pytest
 import dsv4num.reference
 from dsv4num import LAYOUTS, SPEC_VERSION, ArgumentError, __version__, get_layout
 from dsv4num.cli import main
+from dsv4num.formats import WILD_LAYOUTS
 from dsv4num.reference import encode_records, write_records
 
 ROOT = Path(__file__).parent.parent
@@ -59,15 +60,51 @@ def test_layout_json(capsys):
         "dims": None,
         "rule": None,
         "pad_value": 0,
+        "order": [],
+        "copies": 1,
+        "run": 0,
+        "step": 0,
     }
 
 
 def test_layout_list(capsys):
     lines = run(capsys, "layout", "--list").splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(LAYOUTS)
-    assert lines[1].split() == ["v4", "512", "584", "37440", "segregated"]
+    every = {**LAYOUTS, **WILD_LAYOUTS}
+    assert [line.split()[0] for line in lines[1:]] == list(every)
+    assert lines[1].split()[:7] == ["v4", "512", "584", "37440", "segregated", "S", "yes"]
+    for line, layout in zip(lines[1:], every.values(), strict=True):
+        assert layout.source in line and all(alias in line for alias in layout.aliases)
+        assert line.split()[4:7] == [
+            layout.form,
+            layout.evidence,
+            "yes" if layout.name in LAYOUTS else "-",
+        ]
     listed = json.loads(run(capsys, "layout", "--list", "--json"))
-    assert [facts["name"] for facts in listed] == list(LAYOUTS)
+    assert [facts["name"] for facts in listed] == list(every)
+    assert [facts["fingerprint"] for facts in listed] == [x.fingerprint() for x in every.values()]
+    assert {f["name"]: f["page_bytes"] for f in listed}["indexer_mxfp4_slots8"] is None
+
+
+def test_layout_facts_rebuild_the_layout(capsys):
+    """The JSON has all that decides where bytes lie."""
+    for name in ("v32_nvfp4", "ggml_fp8_b32_e8m0", "indexer_mxfp4_slots64", "v4_two_pools"):
+        facts = json.loads(run(capsys, "layout", name, "--json"))
+        layout = get_layout(name)
+        for plane, found in zip(layout.planes, facts["planes"], strict=True):
+            assert [tuple(axis) for axis in found["axes"]] == [
+                (axis.of, axis.step, axis.count) for axis in plane.axes
+            ]
+            assert found["pool"] == plane.pool
+            for field, stated in zip(plane.fields, found["fields"], strict=True):
+                assert tuple(stated["order"]) == field.order
+                assert (stated["copies"], stated["run"], stated["step"]) == (
+                    field.copies,
+                    field.run,
+                    field.step,
+                )
+        rule = layout.rule
+        assert facts["rules"][rule.name]["qmax"] == rule.qmax
+        assert set(facts["writers"]) == {rule.name for rule, _ in layout.writers}
 
 
 def test_encode(capsys):
@@ -132,9 +169,7 @@ def test_drawn_offsets_are_where_bytes_are(name, block_size):
     drawing = text[text.index("one page:") :].splitlines()
     assert len({len(line) for line in drawing[1:-1]}) == 1
     rng = np.random.default_rng(block_size)
-    records = encode_records(
-        rng.standard_normal((block_size, layout.head_dim), np.float32), layout
-    )
+    records = encode_records(rng.standard_normal((block_size, layout.head_dim), np.float32), layout)
     page = np.full((1, layout.page_bytes(block_size)), 0xA5, np.uint8)
     write_records(records, page, np.arange(block_size), block_size, layout=layout)
 

@@ -14,7 +14,13 @@ from dsv4num.arguments.compressor import (
     check_rope_quant_insert,
     check_save_partial_states,
 )
-from dsv4num.arguments.paged_cache import Cache, check_cache, check_gather, check_insert
+from dsv4num.arguments.paged_cache import (
+    Cache,
+    check_cache,
+    check_gather,
+    check_insert,
+    check_pools,
+)
 from dsv4num.arguments.sparse_index import (
     Combine,
     Mixed,
@@ -37,6 +43,7 @@ __all__ = [
     "check_gather",
     "check_global_topk",
     "check_insert",
+    "check_pools",
     "check_mixed",
     "check_pool_ring_latent",
     "check_rope_quant_insert",

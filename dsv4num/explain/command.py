@@ -83,7 +83,7 @@ def _diff(args: argparse.Namespace) -> int:
     from dsv4num.explain.diff import diff_dumps
 
     a, b = _dump(args, args.a), _dump(args, args.b)
-    found = diff_dumps(a, b, _slots_of(args.rows) if args.rows else None)
+    found = diff_dumps(a, b, slots_of(args.rows) if args.rows else None)
     _print(args.json, found)
     return 0 if found.equal else 1
 
@@ -181,7 +181,7 @@ def _source(args: argparse.Namespace, observed: Dump) -> Source:
     return check_latents(found, positions, table, args.ratio, args.bf16_round_trip)
 
 
-def _slots_of(text: str) -> NDArray[np.int64]:
+def slots_of(text: str) -> NDArray[np.int64]:
     """Slots of a list such as 0,3-7."""
     import numpy as np
 

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4num.explain.encoder import Knobs, encode_under, field_columns
-from dsv4num.formats import FP32, Layout
+from dsv4num.formats import BF16, FP32, Field, Layout
 from dsv4num.reference import decode, unpack
 
-__all__ = ["Decoded", "values_of"]
+__all__ = ["Decoded", "scales_of", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def values_of(
     """
     rows = np.zeros((len(records), layout.head_dim), np.float32)
     columns = dict(field_columns(layout))
+    outer = layout.field("row_scale")
     for entry, where in columns.items():
         stored = np.ascontiguousarray(records[:, where])
         dims = slice(*entry.dims)
@@ -97,13 +98,11 @@ def values_of(
             assert entry.rule is not None
             rule = entry.rule
             codes = unpack(stored) if rule.element.width == 4 else stored
-            scale = next(f for f in columns if f.kind == "scale" and f.dims == entry.dims)
-            held = np.ascontiguousarray(records[:, columns[scale]])
-            if scale.format is FP32:
-                scales = held.view("<f4").astype(np.float32)
-            else:
-                scales = decode(held, rule.scale)
-            groups = decode(codes, rule.element).reshape(*scales.shape, rule.group)
+            groups = decode(codes, rule.element).reshape(len(records), -1, rule.group)
+            scale = layout.scale_of(entry)
+            scales = np.ones(groups.shape[:2], np.float32)
+            if scale is not None:
+                scales = scales_of(np.ascontiguousarray(records[:, columns[scale]]), scale)
             if for_encoding and rule.scale_rounding == "up_to_power_of_two":
                 border = np.abs(groups) == np.float32(rule.qmax / 2)
                 at_border = np.nanmax(np.abs(groups), axis=-1, initial=0) == np.float32(
@@ -112,5 +111,19 @@ def values_of(
                 above = groups * np.float32(1.001)
                 groups = np.where(border & at_border[..., None], above, groups)
             with np.errstate(all="ignore"):
-                rows[:, dims] = (groups * scales[..., None]).reshape(len(records), -1)
+                values = (groups * scales[..., None]).reshape(len(records), -1)
+                if outer is not None and outer.dims == entry.dims:
+                    held = np.ascontiguousarray(records[:, columns[outer]])
+                    values = values * scales_of(held, outer)
+                rows[:, dims] = values
     return rows
+
+
+def scales_of(held: NDArray[np.uint8], field: Field) -> NDArray[np.float32]:
+    """Stored scales [T, bytes] as fp32 numbers [T, groups], of several copies the first."""
+    assert field.format is not None
+    if field.format is FP32:
+        return held.view("<f4")[:, :: field.copies].astype(np.float32)
+    if field.format is BF16:
+        return decode(held.view("<u2")[:, :: field.copies].astype(np.uint16), BF16)
+    return decode(np.ascontiguousarray(held[:, :: field.copies]), field.format)

@@ -135,12 +135,16 @@ def diff_dumps(
 
 def _padding(a: Dump, b: Dump) -> int:
     """Bytes that no row owns and that differ."""
-    owned = a.layout.owned_bytes(a.block_size)
     total = 0
-    for page in range(min(a.pages, b.pages)):
-        tails = [d.data[page * d.page_stride + owned : (page + 1) * d.page_stride] for d in (a, b)]
-        size = min(len(tail) for tail in tails)
-        total += int((tails[0][:size] != tails[1][:size]).sum())
+    for pool, parts in enumerate(zip(a.pools, b.pools, strict=True)):
+        owned = a.layout.owned_bytes(a.block_size, pool=pool)
+        for page in range(min(a.pages, b.pages)):
+            tails = [
+                d.data[start:end][page * stride + owned : (page + 1) * stride]
+                for d, (start, end, stride) in zip((a, b), parts, strict=True)
+            ]
+            size = min(len(tail) for tail in tails)
+            total += int((tails[0][:size] != tails[1][:size]).sum())
     return total
 
 
@@ -232,7 +236,7 @@ def _row_cells(mark: NDArray[np.bool_], dump: Dump) -> tuple[str, ...]:
     """The cells of each field of one row."""
     cells = []
     for _, where in dump.fields:
-        parts = np.array_split(mark[where], min(_CELLS, where.stop - where.start))
+        parts = np.array_split(mark[where], min(_CELLS, mark[where].size))
         cells.append("".join("#" if p.all() else "+" if p.any() else "·" for p in parts))
     return tuple(cells)
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4num.formats import FP32, UE8M0, Field, FloatFormat, GroupRule, Layout
+from dsv4num.formats import BF16, FP32, UE8M0, Field, FloatFormat, GroupRule, Layout
 from dsv4num.reference import decode
 
-__all__ = ["Knobs", "encode_under", "field_columns"]
+__all__ = ["Columns", "Knobs", "encode_under", "field_columns"]
+
+#: Columns of a record: together, or, where entries are permuted or dealt out, one by one.
+Columns: TypeAlias = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,14 @@ class Knobs:
         overflow: above the largest value: that value, NaN, or, from half of it on, the largest.
         negative_zero: kept; "input" loses the sign of -0.0 alone, "dropped" of all that rounds to
             zero; "nan" writes the sign bit even where the format has no -0.
-        scale_word: what an fp32 scale holds: 2**e; amax / qmax itself; the number of the UE8M0 code;
-            that code four times.
+        scale_word: what four scale bytes hold: what the layout says; amax / qmax itself; the number of
+            the UE8M0 code; that code four times; 2**e as fp32.
         nibbles: which element of a pair is in the low one; "halves" pairs the first element of the row
             with that in its middle, "group_halves" those of each group.
         big_endian: bf16 and fp32 entries have their high byte first.
         pad_written: whether pad bytes are written.
+        in_order: scales lie one after the other where the layout permutes them.
+        rule: a whole group rule, that of another writer of this record.
         arrangement: "inline" or "segregated", whatever the layout says.
         page_multiple: what a page is rounded up to, 1 for nothing.
         pages: rows per page are this many times those of the layout.
@@ -95,10 +100,12 @@ class Knobs:
     nan: Literal["code", "max", "-max", "zero"] = "code"
     overflow: Literal["saturates", "nan", "early"] = "saturates"
     negative_zero: Literal["kept", "input", "dropped", "nan"] = "kept"
-    scale_word: Literal["power", "unrounded", "number", "repeated"] = "power"
+    scale_word: Literal["layout", "unrounded", "number", "repeated", "power"] = "layout"
     nibbles: Literal["low_first", "high_first", "halves", "group_halves"] = "low_first"
     big_endian: bool = False
     pad_written: bool = True
+    in_order: bool = False
+    rule: GroupRule | None = None
     arrangement: Literal["inline", "segregated"] | None = None
     page_multiple: int | None = None
     pages: float = 1
@@ -129,67 +136,113 @@ def encode_under(
         62 62 62 62
         00 00 00 00
     """
-    records = np.empty((len(values), layout.row_bytes), np.uint8)
-    columns = dict(field_columns(layout))
-    for field, where in columns.items():
-        part = values[:, slice(*field.dims)]
+    records = np.zeros((len(values), layout.row_bytes), np.uint8)
+    columns = {field.name: where for field, where in field_columns(layout, in_order=knobs.in_order)}
+    outer = layout.field("row_scale")
+    for _, field in layout.fields():
+        where, part = columns[field.name], values[:, slice(*field.dims)]
         if field.kind == "pad":
             records[:, where] = field.pad_value
         elif field.kind == "raw":
             records[:, where] = _entries(_bf16_bits(part, knobs, bf16), knobs)
         elif field.kind == "codes":
-            assert field.rule is not None
-            codes, scale_codes, numbers = _quantize(part, field.rule, knobs)
+            rule = knobs.rule if knobs.rule and field.rule == layout.rule else field.rule
+            assert rule is not None
+            if outer is not None and outer.dims == field.dims:
+                part, numbers = _divided(part, outer)
+                records[:, columns[outer.name]] = _entries(numbers, knobs)
+            codes, scale_codes, numbers = _quantize(part, rule, knobs)
             records[:, where] = (
-                _pack(codes, field.rule.group, knobs) if field.rule.element.width == 4 else codes
+                _pack(codes, rule.group, knobs) if rule.element.width == 4 else codes
             )
-            for scale, there in columns.items():
-                if scale.kind == "scale" and scale.dims == field.dims:
-                    records[:, there] = _scale_bytes(scale_codes, numbers, scale, knobs)
+            scale = layout.scale_of(field)
+            if scale is not None:
+                records[:, columns[scale.name]] = _scale_bytes(
+                    scale_codes, numbers, scale, rule, knobs
+                )
     return records
 
 
-def field_columns(layout: Layout) -> Iterator[tuple[Field, slice]]:
-    """Every field with its columns in a record."""
+def field_columns(layout: Layout, *, in_order: bool = False) -> Iterator[tuple[Field, Columns]]:
+    """Every field with its columns in a record, entry after entry, or as they lie (`in_order`)."""
     first = 0
     for plane in layout.planes:
         for field in plane.fields:
-            yield field, slice(first + field.offset, first + field.offset + field.nbytes)
+            start = first + field.offset
+            if (field.order and not in_order) or field.run:
+                yield field, np.array(field.places) + first
+            else:
+                yield field, slice(start, start + field.nbytes)
         first += plane.row_bytes
+
+
+def _divided(
+    x: NDArray[np.float32], outer: Field
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Rows over the scale that all their groups share, and that scale."""
+    assert outer.rule is not None
+    _, amax = _amax(x[:, None])
+    number = _number(amax, outer.rule, Knobs())
+    with np.errstate(all="ignore"):
+        return x / number, number
+
+
+def _amax(groups: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+    """Which elements are NaN, and the largest magnitude of the others of each group."""
+    magnitude = np.ascontiguousarray(groups).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    nan = magnitude > np.uint32(0x7F800000)
+    return nan, np.where(nan, np.uint32(0), magnitude).max(axis=-1).view(np.float32)
 
 
 def _quantize(
     x: NDArray[np.float32], rule: GroupRule, knobs: Knobs
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32]]:
     """Codes, scale codes, and the scales before they are rounded."""
-    element = knobs.element or rule.element
+    element = knobs.element if knobs.element and rule.element.width == 8 else rule.element
     groups = x.reshape(len(x), x.shape[1] // rule.group, rule.group)
-    magnitude = groups.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    nan = magnitude > np.uint32(0x7F800000)
-    amax = np.where(nan, np.uint32(0), magnitude).max(axis=-1).view(np.float32)
+    nan, amax = _amax(groups)
     with np.errstate(all="ignore"):
-        if rule.scale_rounding == "up_to_power_of_two":
-            scale_codes, numbers = _power_of_two(amax, rule, element, knobs)
-        else:
-            scale_codes, numbers = _nearest(amax, rule, knobs)
-        if knobs.poisoned:
+        scale_codes, numbers = _scales(amax, rule, element, knobs)
+        if knobs.poisoned and rule.scale.width == 8:
             bad = np.asarray(nan.any(axis=-1))
             if not element.nan_codes:
                 bad |= np.isinf(amax)
             scale_codes = np.where(bad, rule.scale.encoded_nan, scale_codes).astype(np.uint8)
-        scaled = _scale(groups, scale_codes, numbers, rule, knobs)
-    if knobs.poisoned:
+        scaled = _scale(groups, amax, scale_codes, numbers, rule, knobs)
+    if knobs.poisoned and rule.scale.width == 8:
         scaled = np.where(bad[..., None], np.float32(np.nan if element.nan_codes else 0), scaled)
     codes = _elements(scaled, element, knobs).reshape(x.shape)
     return codes, scale_codes, numbers
+
+
+def _scales(
+    amax: NDArray[np.float32], rule: GroupRule, element: FloatFormat, knobs: Knobs
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Scale codes, and the scales before they are rounded."""
+    if rule.scale_rounding == "up_to_power_of_two":
+        return _power_of_two(amax, rule, element, knobs)
+    if rule.scale_rounding == "down_to_power_of_two":
+        exponent = np.frexp(amax)[1] - np.frexp(rule.qmax)[1]
+        known = (amax > 0) & (amax < np.inf) & (exponent >= -126)
+        numbers = np.where(known, np.ldexp(np.float32(1), exponent), np.float32(0))
+        numbers = np.where(np.isinf(amax), np.float32(np.nan), numbers).astype(np.float32)
+        bits = round_to_bf16(numbers.view(np.uint32), "even")
+        return bits, numbers
+    numbers = _number(amax, rule, knobs)
+    if rule.scale_rounding == "none":
+        return numbers.view(np.uint32), numbers
+    if rule.scale_rounding in ("unit", "given"):
+        return np.ones_like(numbers).view(np.uint32), np.ones_like(numbers)
+    return _code_of(numbers, rule, knobs), numbers
 
 
 def _power_of_two(
     amax: NDArray[np.float32], rule: GroupRule, element: FloatFormat, knobs: Knobs
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """UE8M0 codes, and amax / qmax as fp32 (1 where it is zero)."""
-    qmax = knobs.qmax or rule.qmax
+    qmax = _qmax(rule, knobs)
     floor = np.float32(rule.floor if knobs.floor is None else knobs.floor)
+    zero_is_one = knobs.zero_is_one or (knobs.floor is None and rule.zero_scale is not None)
     if knobs.infinite_as_largest:
         amax = np.minimum(amax, np.finfo(np.float32).max)
     if (knobs.floor_place or rule.floor_place) == "scale":
@@ -212,12 +265,17 @@ def _power_of_two(
     elif exponent != "ocp":
         e = _rounded_log2(np.where(known, numbers, np.float32(1)), exponent)
     codes = np.clip(e + 127, 0, 254)
-    codes = np.where(a > 0, codes, 127 if knobs.zero_is_one else 0)
+    codes = np.where(a > 0, codes, 127 if zero_is_one else 0)
     infinite = rule.infinite_code if knobs.infinite_code is None else knobs.infinite_code
     codes = np.where(np.isinf(a), infinite, codes).astype(np.uint8)
-    if knobs.zero_is_one:
+    if zero_is_one:
         numbers = np.where(a > 0, numbers, np.float32(1))
     return codes, numbers
+
+
+def _qmax(rule: GroupRule, knobs: Knobs) -> float:
+    """What the largest element is scaled to; a knob is about FP8 alone."""
+    return knobs.qmax if knobs.qmax and rule.element.width == 8 else rule.qmax
 
 
 def _rounded_log2(numbers: NDArray[np.float32], how: str) -> NDArray[Any]:
@@ -230,23 +288,38 @@ def _rounded_log2(numbers: NDArray[np.float32], how: str) -> NDArray[Any]:
     return np.asarray(to_integer(log2).astype(np.int64))
 
 
-def _nearest(
-    amax: NDArray[np.float32], rule: GroupRule, knobs: Knobs
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Codes of scales that are no powers of two, and the scales before rounding."""
-    divided = knobs.amax_division
-    s = amax / np.float32(rule.qmax) if divided else amax * np.float32(rule.amax_factor)
-    floor = rule.floor if knobs.floor is None else knobs.floor
-    s = np.minimum(np.maximum(s, np.float32(floor)), np.float32(rule.scale.max_value))
-    if knobs.exponent == "up":
+def _number(amax: NDArray[np.float32], rule: GroupRule, knobs: Knobs) -> NDArray[np.float32]:
+    """A scale that is no power of two, before it is rounded."""
+    floor = np.float32(rule.floor if knobs.floor is None else knobs.floor)
+    place = rule.floor_place
+    with np.errstate(all="ignore"):
+        a = amax
+        if place == "added":
+            a = amax + floor
+        elif place == "amax":
+            a = np.maximum(amax, floor)
+        divided = knobs.amax_division or not rule.amax_factor
+        s = a / np.float32(_qmax(rule, knobs)) if divided else a * np.float32(rule.amax_factor)
+    if place == "scale":
+        s = np.maximum(s, floor)
+    if rule.zero_scale is not None and knobs.floor is None:
+        s = np.where(amax == 0, np.float32(rule.zero_scale), s)
+    largest = np.float32(rule.scale.max_value)
+    return np.asarray(np.minimum(s, largest), np.float32)
+
+
+def _code_of(s: NDArray[np.float32], rule: GroupRule, knobs: Knobs) -> NDArray[np.uint8]:
+    """8-bit codes of scales that are no powers of two."""
+    if (knobs.exponent == "up") != (rule.scale_rounding == "up"):
         values = decode(np.arange(rule.scale.max_code + 1, dtype=np.uint8), rule.scale)
-        return np.searchsorted(values, s, side="left").astype(np.uint8), s
-    return _element_table(rule.scale, Knobs())[_narrow(s)], s
+        return np.searchsorted(values, s, side="left").astype(np.uint8)
+    return _element_table(rule.scale, Knobs())[_narrow(s)]
 
 
 def _scale(
     groups: NDArray[np.float32],
-    scale_codes: NDArray[np.uint8],
+    amax: NDArray[np.float32],
+    scale_codes: NDArray[Any],
     numbers: NDArray[np.float32],
     rule: GroupRule,
     knobs: Knobs,
@@ -259,8 +332,14 @@ def _scale(
         inverse = np.ldexp(np.float32(1), 127 - scale_codes.astype(np.int32))
         inverse[scale_codes == 255] = 0
         return np.asarray(groups * inverse[..., None], np.float32)
-    scale = decode(scale_codes, rule.scale)[..., None]
-    if knobs.reciprocal:
+    if rule.scaling == "amax_reciprocal":
+        factor = np.where(amax == 0, np.float32(1), np.float32(_qmax(rule, knobs)) / amax)
+        return np.asarray(groups * factor[..., None], np.float32)
+    scale = decode(scale_codes, rule.scale) if rule.scale is not FP32 else numbers
+    if rule.scaling == "reciprocal":
+        return np.asarray(groups * (np.float32(1) / scale)[..., None], np.float32)
+    scale = scale[..., None]
+    if knobs.reciprocal or rule.scaling == "reciprocal_or_zero":
         return groups * np.where(scale == 0, np.float32(0), np.float32(1) / scale)
     return np.where(scale == 0, np.float32(0), groups / scale)
 
@@ -408,11 +487,18 @@ def _entries(numbers: NDArray[Any], knobs: Knobs) -> NDArray[np.uint8]:
 
 
 def _scale_bytes(
-    scale_codes: NDArray[np.uint8], numbers: NDArray[np.float32], field: Field, knobs: Knobs
+    scale_codes: NDArray[Any],
+    numbers: NDArray[np.float32],
+    field: Field,
+    rule: GroupRule,
+    knobs: Knobs,
 ) -> NDArray[np.uint8]:
     """Scales as they are stored."""
-    if field.format is not FP32:
-        return scale_codes
+    if rule.scale is not UE8M0:
+        stored = scale_codes if rule.scale is field.format else numbers.view(np.uint32)
+        return np.repeat(_entries(stored, knobs), field.copies, axis=-1)
+    if field.format is UE8M0 and knobs.scale_word != "power":
+        return np.repeat(scale_codes, field.copies, axis=-1)
     if knobs.scale_word == "repeated":
         return np.repeat(scale_codes, 4, axis=-1)
     if knobs.scale_word == "number":
@@ -421,4 +507,6 @@ def _scale_bytes(
         return _entries(numbers, knobs)
     powers = decode(scale_codes, UE8M0)
     powers[scale_codes == 255] = np.inf
+    if field.format is BF16:
+        return _entries(round_to_bf16(powers.view(np.uint32), "even"), knobs)
     return _entries(powers, knobs)

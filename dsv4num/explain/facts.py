@@ -41,7 +41,7 @@ def facts_of(dump: Dump, slots: NDArray[np.int64], expected: NDArray[np.uint8]) 
     found = dump.records(slots)
     differs = found != expected
     return [
-        *_stale_rows(found, differs, slots),
+        *_stale_rows(dump, found, differs, slots),
         *_stale_fields(dump, found, differs),
         *_moved(found, expected, differs, slots),
         *_equal_values(dump, found, expected, differs),
@@ -54,10 +54,10 @@ def _count(rows: int) -> str:
 
 
 def _stale_rows(
-    found: NDArray[np.uint8], differs: NDArray[np.bool_], slots: NDArray[np.int64]
+    dump: Dump, found: NDArray[np.uint8], differs: NDArray[np.bool_], slots: NDArray[np.int64]
 ) -> Iterator[Fact]:
     """Rows of one byte throughout."""
-    same = (found == found[:, :1]).all(axis=1) & differs.any(axis=1)
+    same = dump.blank(found) & differs.any(axis=1)
     if same.any():
         values, counts = np.unique(found[same, 0], return_counts=True)
         byte = int(values[np.argmax(counts)])
@@ -78,7 +78,7 @@ def _stale_fields(
         part = found[rows][:, where]
         if part.size < 4 or not bool((part == part.flat[0]).all()):
             continue
-        mark[np.ix_(rows, np.arange(where.start, where.stop))] = True
+        mark[np.ix_(rows, np.arange(mark.shape[1])[where])] = True
         texts.append(f"{entry.name} holds {int(part.flat[0]):02X} in {_count(int(rows.sum()))}")
     if texts:
         yield Fact("fields-not-written", f"{', '.join(texts)}: not written", mark)
@@ -121,15 +121,16 @@ def _equal_values(
     for entry, where in columns.items():
         if entry.kind != "codes" or entry.rule is None:
             continue
-        scale = next(f for f in columns if f.kind == "scale" and f.dims == entry.dims)
+        scale = layout.scale_of(entry)
+        if scale is None:
+            continue
         groups = (entry.dims[1] - entry.dims[0]) // entry.rule.group
         equal = same[:, slice(*entry.dims)].reshape(len(found), groups, -1).all(axis=-1)
-        there_too = columns[scale]
-        width = (there_too.stop - there_too.start) // groups
+        there_too, width = columns[scale], scale.nbytes // groups
         per_scale = differs[:, there_too].reshape(len(found), groups, width).any(axis=-1)
         equal &= per_scale
         mark[:, there_too] = np.repeat(equal, width, axis=1)
-        mark[:, where] = np.repeat(equal, (where.stop - where.start) // groups, axis=1)
+        mark[:, where] = np.repeat(equal, entry.nbytes // groups, axis=1)
         if width == 1:
             codes = found[:, there_too].astype(np.int16) - expected[:, there_too]
             steps.update(int(step) for step in codes[equal])

@@ -1,4 +1,7 @@
-"""Arrays from files: raw bytes, .npy, .npz, .safetensors and .pt. Nothing in them is executed."""
+"""Arrays from files and into them: raw bytes, .npy, .npz, .safetensors and, from files, .pt.
+
+Nothing in a file is executed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from numpy.typing import NDArray
 
 from dsv4num.errors import ArgumentError, UnsupportedError
 
-__all__ = ["load_array"]
+__all__ = ["load_array", "save_array"]
 
 #: A header may not be longer, an array in a compressed file not larger.
 _MAX_HEADER, _MAX_MEMBER = 16 << 20, 2 << 30
@@ -62,6 +65,47 @@ def load_array(name: str) -> NDArray[Any]:
     except OSError as error:
         _refuse(path, error.strerror or str(error), "a file that can be read")
     return _known_dtype(path, array)
+
+
+def save_array(name: str, array: NDArray[np.uint8]) -> None:
+    """Writes bytes to a file: `.npy`, `.npz:NAME`, `.safetensors:NAME`, or raw bytes.
+
+    Without a name the array of a `.npz` or `.safetensors` file is called "pages".
+
+    Args:
+        name: path, or path:array.
+        array: uint8.
+
+    Raises:
+        ArgumentError: a `.pt` file, which is a pickle, or a file that cannot be written.
+    """
+    path, key = Path(name), "pages"
+    for suffix in (".npz", ".safetensors"):
+        head, found, tail = name.rpartition(f"{suffix}:")
+        if found:
+            path, key = Path(head + suffix), tail
+    suffix = path.suffix.lower()
+    if suffix in (".pt", ".pth"):
+        _refuse(path, "a file of torch", "raw bytes, .npy, .npz or .safetensors")
+    try:
+        with path.open("wb") as file:
+            if suffix == ".npy":
+                np.save(file, array, allow_pickle=False)
+            elif suffix == ".npz":
+                with (
+                    zipfile.ZipFile(file, "w") as archive,
+                    archive.open(f"{key}.npy", "w", force_zip64=True) as member,
+                ):
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+            elif suffix == ".safetensors":
+                entry = {"dtype": "U8", "shape": list(array.shape), "data_offsets": [0, array.size]}
+                header = json.dumps({key: entry}).encode()
+                header += b" " * (-len(header) % 8)
+                file.write(len(header).to_bytes(8, "little") + header + array.tobytes())
+            else:
+                file.write(array.tobytes())
+    except OSError as error:
+        _refuse(path, error.strerror or str(error), "a file that can be written")
 
 
 def _refuse(path: Path, given: str, allowed: str) -> NoReturn:

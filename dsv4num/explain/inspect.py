@@ -89,7 +89,7 @@ def inspect_row(dump: Dump, slot: int) -> Row:
     page, row = divmod(slot, dump.block_size)
     read = Row(slot, page, row)
     values = values_of(record, dump.layout)[0]
-    if bool((record == record[0, 0]).all()):
+    if bool(dump.blank(record)[0]):
         read.anomalies.append(
             f"every byte of the row is {record[0, 0]:02X}: it may never have been written"
         )

@@ -224,7 +224,7 @@ def explain_expected(observed: Dump, expected: Dump, *, limit: int = 3) -> Expla
     slots = np.arange(count, dtype=np.int64)
     slots = slots[_most_telling(observed, slots, lambda rows: expected.records(slots[rows]))]
     records = expected.records(slots)
-    blank = (records == records[:, :1]).all(axis=1)  # poison, or zeros: nobody wrote this row
+    blank = expected.blank(records)  # poison, or zeros: nobody wrote this row
     kept = ~(blank & (records == observed.records(slots)).all(axis=1))
     source = Decoded(records[kept], slots[kept], observed.layout)
     return _explain(observed, source, records[kept], limit, count)
@@ -267,12 +267,13 @@ class _Task:
 
     def __post_init__(self) -> None:
         self.where = self.observed.offsets(self.source.slots)
-        self.found = self.observed.data[self.where]
+        self.found = self.observed.records(self.source.slots)
         self.differs = np.asarray(self.found != self.expected)
         self.count = int(self.differs.sum())
         # By place in the dump: 0 unknown, 1 as expected, 2 differing.
         self.state = np.zeros(len(self.observed.data), np.uint8)
-        self.state[self.where] = np.where(self.differs, 2, 1)
+        there = self.where >= 0
+        self.state[self.where[there]] = np.where(self.differs, 2, 1)[there]
 
     def part(self, rows: NDArray[np.int64]) -> _Task:
         """The same for these rows alone."""
@@ -564,10 +565,10 @@ def separate(dump: Dump, source: Source, a: Knobs, b: Knobs) -> str | None:
     best = np.argwhere(differ & scales if (differ & scales).any() else differ)[0]
     row, column = (int(index) for index in best)
     for entry, where in dump.fields:
-        if where.start <= column < where.stop:
-            return _in_words(
-                probes, row, column - where.start, entry, [r[row, column] for r in records]
-            )
+        place = np.flatnonzero(np.arange(layout.row_bytes)[where] == column)
+        if place.size:
+            codes = [r[row, column] for r in records]
+            return _in_words(probes, row, int(place[0]), entry, codes)
     return None
 
 

@@ -9,11 +9,13 @@ from dsv4num.formats.group import (
     P1_64_FNUZ,
     P1_128,
     RULES,
+    WILD_RULES,
     GroupRule,
     get_rule,
 )
 from dsv4num.formats.layout import (
     LAYOUTS,
+    Axis,
     Field,
     Layout,
     Plane,
@@ -31,6 +33,7 @@ from dsv4num.formats.scalar import (
     FloatFormat,
     get_scalar,
 )
+from dsv4num.formats.wild import WILD_LAYOUTS
 
 __all__ = [
     "BF16",
@@ -49,6 +52,9 @@ __all__ = [
     "RULES",
     "SCALARS",
     "UE8M0",
+    "WILD_LAYOUTS",
+    "WILD_RULES",
+    "Axis",
     "Field",
     "FloatFormat",
     "GroupRule",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+import textwrap
 from collections.abc import Sequence
 
 from dsv4num.errors import ArgumentError
 from dsv4num.formats.group import GroupRule
-from dsv4num.formats.layout import Field, Layout
+from dsv4num.formats.layout import Field, Layout, Plane
 
 #: Columns of the drawings. A page of more than 10**8 rows may need more for its byte numbers.
 WIDTH = 92
@@ -46,21 +47,33 @@ def describe(layout: Layout, block_size: int) -> str:
         _field_table(layout, block_size),
         _rules(layout),
         _row_drawing(layout),
-        _page_drawing(layout, block_size),
+        *(_page_drawing(layout, block_size, pool) for pool in range(layout.pools)),
     )
-    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts)
+    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
 
 
 def _header(layout: Layout, block_size: int) -> list[str]:
-    """Name and sizes."""
-    owned, page = layout.owned_bytes(block_size), layout.page_bytes(block_size)
-    form = "inline" if layout.inline else "segregated"
-    names = f" (also: {', '.join(layout.aliases)})" if layout.aliases else ""
+    """Name, sizes and origin."""
+    pools = range(layout.pools)
+    owned = " + ".join(str(layout.owned_bytes(block_size, pool=pool)) for pool in pools)
+    page = " + ".join(str(layout.page_bytes(block_size, pool=pool)) for pool in pools)
     rounded = f", a multiple of {layout.page_multiple}" if layout.page_multiple > 1 else ""
-    return [
-        f"layout {layout.name}{names}: {layout.head_dim} values in {layout.row_bytes} bytes a row",
-        f"page of {_count_rows(block_size)}: {page} bytes{rounded}; its rows own {owned}; {form}",
+    lines = [
+        f"layout {layout.name}: {layout.head_dim} values in {layout.row_bytes} bytes a row",
+        f"page of {_count_rows(block_size)}: {page} bytes{rounded}; "
+        f"its rows own {owned}; {layout.form}",
     ]
+    if layout.aliases:
+        lines += _wrapped("also", ", ".join(layout.aliases))
+    if layout.source:
+        lines += _wrapped("in", f"{layout.source} [{layout.evidence}]")
+    return [*lines, f"fingerprint {layout.fingerprint()}"]
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    """A text behind its head, in lines that fit."""
+    indent = " " * (len(head) + 1)
+    return textwrap.wrap(f"{head} {text}", WIDTH, subsequent_indent=indent)
 
 
 def _field_table(layout: Layout, block_size: int) -> list[str]:
@@ -74,9 +87,9 @@ def _field_table(layout: Layout, block_size: int) -> list[str]:
             (
                 plane.name,
                 field.name,
-                _span(field.offset, field.nbytes),
-                _span(first, field.nbytes),
-                f"+{plane.row_bytes}",
+                _bytes(field, field.offset),
+                "tiles" if plane.axes else _bytes(field, first),
+                "tiles" if plane.axes else f"+{plane.row_bytes}",
                 field.kind,
                 field.format.name if field.format else "-",
                 _span(field.dims[0], field.dims[1] - field.dims[0]) if field.format else "-",
@@ -93,38 +106,85 @@ def _field_table(layout: Layout, block_size: int) -> list[str]:
 
 def _verbatim(field: Field) -> str:
     """What stands in the place of a rule."""
+    if field.kind == "gap":
+        return "not written"
     return f"always 0x{field.pad_value:02X}" if field.kind == "pad" else "copied"
 
 
+def _bytes(field: Field, first: int) -> str:
+    """Where the bytes of a field lie, from its first one on."""
+    if field.run:
+        return f"{_span(first, field.run)} +{field.step}"
+    return _span(first, field.nbytes) + (" mixed" if field.order else "")
+
+
 def _rules(layout: Layout) -> list[str]:
-    """Each group rule once, in words."""
+    """Each group rule once, in words; then the rules of other writers."""
     rules: list[GroupRule] = []
     lines: list[str] = []
     for _, field in layout.fields():
         if field.rule and field.rule not in rules:
             rules.append(field.rule)
-            stored = next(f.format for _, f in layout.fields() if f.kind == "scale")
-            lines += _rule(field.rule, stored.name if stored else "")
+            stored = next((f.format for _, f in layout.fields() if _scales(f, field)), None)
+            coded = any(f.kind == "codes" and f.rule == field.rule for _, f in layout.fields())
+            lines += _rule(field.rule, stored.name if stored else "", coded=coded)
+    base = layout.name.split("@")[0]
+    for rule, who in layout.writers:
+        own = rule == layout.rule
+        lines += _wrapped(f"{rule.name if own else f'{base}@{rule.family}'}:", who)
     return lines
 
 
-def _rule(rule: GroupRule, stored: str) -> list[str]:
+def _scales(field: Field, of: Field) -> bool:
+    """Whether a field holds scales by the rule of another one."""
+    return field.kind in ("scale", "row_scale") and field.rule == of.rule
+
+
+#: How a scale is made, after "scale = ".
+_ROUNDINGS = {
+    "up_to_power_of_two": "{quotient}, rounded up to a power of two",
+    "nearest_even": "{quotient}, rounded to the nearest {scale}",
+    "up": "{quotient}, rounded up to a {scale}",
+    "none": "{quotient} as it is",
+    "down_to_power_of_two": "2 ** (exponent of amax - exponent of {qmax})",
+    "unit": "1, not stored",
+    "given": "one for the whole tensor, not stored",
+}
+#: What an element is encoded from.
+_SCALINGS = {
+    "multiply": "x * (1 / scale)",
+    "divide": "x / scale",
+    "reciprocal": "x * fp32(1/scale)",
+    "reciprocal_or_zero": "x * fp32(1/scale or 0)",
+    "amax_reciprocal": "x * fp32({qmax}/amax)",
+}
+
+
+def _rule(rule: GroupRule, stored: str, *, coded: bool) -> list[str]:
     """One group rule in words."""
     bits = struct.unpack("<I", struct.pack("<f", rule.floor))[0]
-    as_stored = "" if stored == rule.scale.name else f", stored as {stored}"
-    place = "amax" if rule.floor_place == "amax" else "the scale"
-    if rule.scale_rounding == "up_to_power_of_two":
-        scale = f"amax / {rule.qmax:g}, rounded up to a power of two"
-    else:
-        scale = f"amax * fp32(1/{rule.qmax:g}), rounded to the nearest {rule.scale.name}"
-    scaled = "x * (1 / scale)" if rule.scaling == "multiply" else "x / scale"
+    as_stored = "" if stored in ("", rule.scale.name) else f", stored as {stored}"
+    place = {"amax": "on amax", "scale": "on the scale", "added": "added to amax"}[rule.floor_place]
+    floor = f"floor {rule.floor:.6g} (0x{bits:08X}) {place}" if rule.floor else "no floor"
+    if rule.zero_scale is not None:
+        floor += f"; a group of zeros has the scale {rule.zero_scale:g}"
+    qmax = f"{rule.qmax:g}"
+    quotient = f"amax / {qmax}"
+    if rule.amax_factor:
+        quotient = f"amax * fp32(1/{qmax})"
+    scale = _ROUNDINGS[rule.scale_rounding].format(
+        quotient=quotient, scale=rule.scale.name, qmax=qmax
+    )
+    scaled = _SCALINGS[rule.scaling].format(qmax=qmax)
     texts = (
         f"{rule.group} elements share one {rule.scale.name} scale{as_stored}",
-        f"qmax {rule.qmax:g}; floor {rule.floor:.6g} (0x{bits:08X}) on {place}",
-        f"scale = {scale}; code = {rule.element.name}({scaled})",
+        f"qmax {qmax}; {floor}",
+        f"scale = {scale}; "
+        + (f"code = {rule.element.name}({scaled})" if coded else f"then {scaled}"),
     )
-    heads = (f"{rule.name}: ", *(" " * (len(rule.name) + 2) for _ in texts[1:]))
-    return [head + text for head, text in zip(heads, texts, strict=True)]
+    told = texts[2:] if rule.scale_rounding in ("unit", "given") else texts
+    heads = (f"{rule.name}: ", *(" " * (len(rule.name) + 2) for _ in told[1:]))
+    return [head + text for head, text in zip(heads, told, strict=True)]
 
 
 def _row_drawing(layout: Layout) -> list[str]:
@@ -167,18 +227,21 @@ def _row_drawing(layout: Layout) -> list[str]:
 
 def _row_cell(field: Field) -> tuple[str, str, str]:
     """The three lines inside a field's box."""
+    size = f"{field.nbytes // field.run} x {field.run} B" if field.run else f"{field.nbytes} B"
     if field.format is None:
-        return field.name, f"0x{field.pad_value:02X}", f"{field.nbytes} B"
-    count = field.nbytes * 8 // field.format.width
-    return field.name, f"{count} {field.format.name}", f"{field.nbytes} B"
+        return field.name, "-" if field.kind == "gap" else f"0x{field.pad_value:02X}", size
+    copies = f" x {field.copies}" if field.copies > 1 else ""
+    return field.name, f"{field.entries} {field.format.name}{copies}", size
 
 
-def _page_drawing(layout: Layout, block_size: int) -> list[str]:
-    """One page from top to bottom: planes in order, rows in order, padding."""
-    owned, page = layout.owned_bytes(block_size), layout.page_bytes(block_size)
+def _page_drawing(layout: Layout, block_size: int, pool: int) -> list[str]:
+    """One page of a pool from top to bottom: planes in order, rows in order, padding."""
+    owned = layout.owned_bytes(block_size, pool=pool)
+    page = layout.page_bytes(block_size, pool=pool)
     indent = max(7, len(str(page))) + 1
-    titles = [f"{p.name}: {block_size} x {p.row_bytes} bytes" for p in layout.planes]
-    planes = [_plane_rows(layout, index, block_size) for index in range(len(layout.planes))]
+    shown = [index for index, plane in enumerate(layout.planes) if plane.pool == pool]
+    titles = [_plane_title(layout.planes[index], block_size) for index in shown]
+    planes = [_plane_rows(layout, index, block_size) for index in shown]
     smallest = [
         [max(len(texts[cell]) for _, texts in rows) + 2 for cell in range(len(rows[0][1]))]
         for rows in planes
@@ -186,9 +249,10 @@ def _page_drawing(layout: Layout, block_size: int) -> list[str]:
     for title, wanted in zip(titles, smallest, strict=True):
         wanted[0] = max(wanted[0], len(title) + 2)
     inner = max(WIDTH - indent - 2, *(sum(wanted) + len(wanted) - 1 for wanted in smallest))
-    lines = [f"one page: {_count_rows(block_size)}, {page} bytes"]
+    of = f" of pool {pool}" if layout.pools > 1 else ""
+    lines = [f"one page{of}: {_count_rows(block_size)}, {page} bytes"]
     above: list[int] = []
-    for index, plane in enumerate(layout.planes):
+    for index, plane in enumerate(layout.planes[i] for i in shown):
         sizes = [field.nbytes for field in plane.fields]
         widths = _to_scale(sizes, smallest[index], inner - len(sizes) + 1)
         below = [sum(widths[: i + 1]) + i for i in range(len(widths) - 1)]
@@ -221,10 +285,30 @@ def _plane_rows(
         if row > 2:
             rows.append(("", ("⋮", *("" for _ in plane.fields[1:]))))
         start = base + row * plane.row_bytes
-        texts = [f"{f.name} {_span(start + f.offset, f.nbytes)}" for f in plane.fields]
+        texts = [f"{f.name} {_bytes(f, start + f.offset)}" for f in plane.fields]
+        if len(texts) > 4:  # where each field starts is what fits
+            texts = [f"{f.name} {start + f.offset}" for f in plane.fields]
+        if plane.axes:
+            start = base + plane.row_offset(row, block_size)
+            first = (start + plane.byte_offset(f.offset, block_size) for f in plane.fields)
+            names = (field.name for field in plane.fields)
+            texts = [f"{name}[0] {at}" for name, at in zip(names, first, strict=True)]
         texts[0] = f"{f'row {row}'.ljust(label)}  {texts[0]}"
         rows.append((start, tuple(texts)))
     return rows
+
+
+def _plane_title(plane: Plane, block_size: int) -> str:
+    """Name and size of a plane, and the axes of one in tiles, outermost first."""
+    title = f"{plane.name}: {block_size} x {plane.row_bytes} bytes"
+    rest = block_size
+    for axis in plane.axes:
+        rest //= (axis.count or 1) if axis.of == "row" else 1
+    names = [
+        f"{axis.count or rest} {axis.of}s" + (f" step {axis.step}" if axis.step > 1 else "")
+        for axis in plane.axes
+    ]
+    return f"{title} as [{', '.join(names)}]" if names else title
 
 
 def _border(title: str, above: list[int], below: list[int], inner: int, ends: str) -> str:

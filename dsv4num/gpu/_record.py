@@ -14,7 +14,7 @@ import triton.language as tl
 
 from dsv4num.arguments import Cache
 from dsv4num.errors import UnsupportedError
-from dsv4num.formats import FP32
+from dsv4num.formats import BF16, FP32
 from dsv4num.gpu.group import Rule, quantize_groups, rule_constant
 
 
@@ -118,20 +118,24 @@ def record_constant(cache: Cache) -> tuple[Record, Rule]:
             and, right behind the scales, a byte of padding for each of these groups.
     """
     layout = cache.layout
+    fields = [field for _, field in layout.fields()]
+    if layout.pools > 1 or any(plane.axes for plane in layout.planes):
+        raise UnsupportedError(f"layout {layout.name}: the kernels know no tiles and no pools")
+    if any(field.order or field.run or field.copies > 1 for field in fields):
+        raise UnsupportedError(f"layout {layout.name}: the kernels know no permuted or copied fields")
     places = {
         field.kind: (field, layout.plane_offset(plane, cache.block_size) + field.offset, step)
         for plane, field in layout.fields()
         for step in (layout.planes[plane].row_bytes,)
     }
-    number = len(list(layout.fields()))
     kinds = ["codes", "raw", "scale", "pad"] if "raw" in places else ["codes", "scale"]
     refusal = UnsupportedError(f"layout {layout.name}: the kernels know no such record")
-    if number != len(kinds) or set(places) != set(kinds):
+    if len(fields) != len(kinds) or set(places) != set(kinds):
         raise refusal
     codes, codes_at, codes_step = places["codes"]
     scale, scales_at, scales_step = places["scale"]
     rule = codes.rule
-    if rule is None or codes.dims[0] != 0:
+    if rule is None or codes.dims[0] != 0 or scale.format not in (rule.scale, FP32):
         raise refusal
     raw_groups, rest = divmod(layout.head_dim - codes.dims[1], rule.group)
     raw_at = raw_step = pad_value = 0
@@ -139,9 +143,9 @@ def record_constant(cache: Cache) -> tuple[Record, Rule]:
         raw, raw_at, raw_step = places["raw"]
         pad, *beside = places["pad"]
         behind = [scales_at + scale.nbytes, scales_step]
-        if raw.dims != (codes.dims[1], layout.head_dim) or beside != behind:
+        if raw.dims != (codes.dims[1], layout.head_dim) or raw.format is not BF16:
             raise refusal
-        if rest or pad.nbytes != raw_groups:
+        if rest or beside != behind or pad.nbytes != raw_groups:
             raise refusal
         pad_value = pad.pad_value
     elif raw_groups or rest:

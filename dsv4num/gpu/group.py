@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4num.errors import ArgumentError
-from dsv4num.formats import GroupRule, get_rule
+from dsv4num.errors import ArgumentError, UnsupportedError
+from dsv4num.formats import RULES, GroupRule, get_rule
 from dsv4num.gpu._target import Launch, interpreted, use_native
 from dsv4num.gpu.scalar import (
     bits_of,
@@ -170,7 +170,13 @@ def fp32_bits(value: float) -> int:
 
 
 def rule_constant(rule: GroupRule) -> Rule:
-    """The facts of a rule, as a kernel constant."""
+    """The facts of a rule, as a kernel constant.
+
+    Raises:
+        UnsupportedError: a rule of another writer (clause 3.6), which the kernels do not follow.
+    """
+    if rule not in RULES.values():
+        raise UnsupportedError(f"rule {rule.name}: the kernels know {', '.join(RULES)}")
     return Rule(
         group=rule.group,
         element=rule.element.name,

@@ -12,9 +12,11 @@ from dsv4num.errors import ValueRangeError
 from dsv4num.formats import Layout
 from dsv4num.reference.record import (
     CHUNK,
+    Caches,
     checked_slots,
     decode_records,
     describe,
+    describe_pools,
     encode_records,
     read_records,
     write_records,
@@ -25,7 +27,7 @@ __all__ = ["dequantize_and_gather_k_cache", "quantize_and_insert_k_cache"]
 
 def quantize_and_insert_k_cache(
     k: NDArray[Any],
-    k_cache: NDArray[np.uint8],
+    k_cache: Caches,
     slot_mapping: NDArray[Any],
     block_size: int = 64,
     *,
@@ -40,9 +42,11 @@ def quantize_and_insert_k_cache(
            slot % block_size (clause 4.3). No other byte of the cache changes.
 
     Args:
-        k: bf16 [>= T, head_dim]; 512 wide, 128 for the indexer layouts.
+        k: bf16 [>= T, head_dim]; 512 wide, 128 for the indexer layouts. A layout whose scale comes from
+            outside takes 1 (`encode_records` takes others).
         k_cache: uint8 [num_blocks, block_size, row bytes] whose first stride is the page stride, or
-            [num_blocks, page bytes]; written in place.
+            [num_blocks, page bytes]; written in place. Of a layout with several pools (clause 4.6) a
+            sequence of these, one for each pool.
         slot_mapping: int64 or int32 [T].
         block_size: rows per page.
         layout: a `Layout` or its name.
@@ -61,21 +65,19 @@ def quantize_and_insert_k_cache(
         >>> cache[0, 1160:].tobytes().hex(" ")
         '77 77 77 77 77 77 77 00'
     """
-    described = describe("k", k), describe("k_cache", k_cache), describe("slot_mapping", slot_mapping)
+    described = describe("k", k), describe_pools(k_cache), describe("slot_mapping", slot_mapping)
     cache = check_insert(*described, block_size, layout)
     kept = checked_slots("slot_mapping", slot_mapping, cache, unique=True)
     tokens = np.flatnonzero(kept)
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         records = encode_records(k[part], cache.layout)
-        write_records(
-            records, k_cache, slot_mapping[part], cache.block_size, layout=cache.layout
-        )
+        write_records(records, k_cache, slot_mapping[part], cache.block_size, layout=cache.layout)
 
 
 def dequantize_and_gather_k_cache(
     out: NDArray[Any],
-    k_cache: NDArray[np.uint8],
+    k_cache: Caches,
     seq_lens: NDArray[Any],
     gather_lens: NDArray[Any] | None,
     block_table: NDArray[Any],
@@ -94,7 +96,8 @@ def dequantize_and_gather_k_cache(
 
     Args:
         out: bf16 [num_reqs, M, head_dim], written in place.
-        k_cache: uint8 [num_blocks, block_size, row bytes] or [num_blocks, page bytes].
+        k_cache: uint8 [num_blocks, block_size, row bytes] or [num_blocks, page bytes], or a sequence of
+            such as in `quantize_and_insert_k_cache`.
         seq_lens: int32 or int64 [num_reqs].
         gather_lens: int32 or int64 [num_reqs], or None for whole sequences.
         block_table: int32 or int64 [num_reqs, pages], page numbers.
@@ -118,7 +121,7 @@ def dequantize_and_gather_k_cache(
     """
     cache, offset = check_gather(
         describe("out", out),
-        describe("k_cache", k_cache),
+        describe_pools(k_cache),
         describe("seq_lens", seq_lens),
         None if gather_lens is None else describe("gather_lens", gather_lens),
         describe("block_table", block_table),
