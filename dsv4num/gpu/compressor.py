@@ -404,37 +404,15 @@ def _find_latents(
 
 
 @triton.jit
-def _rotate_and_store(
-    latent,
-    table,
-    index,
-    slot,
-    kept,
-    cache_ptr,
-    page_stride,
-    ROUND_TRIP: tl.constexpr,
-    RECORD: tl.constexpr,
-    RULE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Rotates and stores the groups `index` of those that rotate, by the pointers to their rows."""
-    GROUP: tl.constexpr = RULE.group
-    group = (RECORD.head_dim - _ROPE_DIM) // GROUP + index
-    page, row = page_and_row(slot, page_stride, RECORD)
-    halves = load_groups(latent, group * GROUP, kept, GROUP)
-    bits = halves.to(tl.uint32) << 16
-    even, odd = tl.split(tl.reshape(bits, (bits.shape[0], GROUP // 2, 2)))
-    pair = (index * (GROUP // 2))[:, None] + tl.arange(0, GROUP // 2)[None, :]
-    cos = tl.load(table[:, None] + pair, mask=kept[:, None])
-    sin = tl.load(table[:, None] + pair + _ROPE_DIM // 2, mask=kept[:, None])
+def _rotate_groups(bits, table, index, kept):
+    """fp32 bits [N, GROUP] rotated: line n is group `index[n]` of those that are, `table[n]` its entry."""
+    PAIRS: tl.constexpr = bits.shape[1] // 2
+    even, odd = tl.split(tl.reshape(bits, (bits.shape[0], PAIRS, 2)))
+    at = table[:, None] + (index * PAIRS)[:, None] + tl.arange(0, PAIRS)[None, :]
+    cos = tl.load(at, mask=kept[:, None])
+    sin = tl.load(at + _ROPE_DIM // 2, mask=kept[:, None])
     even, odd = rotate_pairs(float_of(even), float_of(odd), cos, sin)
-    bits = tl.interleave(bits_of(even), bits_of(odd))
-    halves = round_bf16_bits(bits, NATIVE)
-    if ROUND_TRIP:
-        bits = halves.to(tl.uint32) << 16
-    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
-    if RECORD.raw > 0:
-        store_raw(cache_ptr, halves, page, row, group, kept, RECORD, RULE)
+    return tl.interleave(bits_of(even), bits_of(odd))
 
 
 @triton.jit
@@ -468,23 +446,32 @@ def _store_latents(
         first + line // GROUPS, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, SECOND
     )
     page, row = page_and_row(slot, page_stride, RECORD)
+    # Where each token is a group, the row of a skipped one may be read, too, so that no load has to wait
+    # for a slot or a position.
+    inside = (token < tokens) if RATIO == 1 else kept
     plain = group < GROUPS - ROTATED
-    kept &= plain
-    # Of each token a group, the row of a skipped one may be read: then its slot need not be waited for.
-    loaded = plain & (token < tokens) if RATIO == 1 else kept
     at = token * latent_stride + group * RULE.group
-    bits = load_groups(latent_ptr, at, loaded, RULE.group).to(tl.uint32) << 16
-    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
+    bits = load_groups(latent_ptr, at, inside & plain, RULE.group).to(tl.uint32) << 16
+    store_groups(cache_ptr, bits, page, row, group, kept & plain, RECORD, RULE, NATIVE)
 
     line = tl.arange(0, ROWS * ROTATED)
     token, kept, slot, entry = _find_latents(
         first + line // ROTATED, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO,
         SECOND,
     )  # fmt: skip
-    _rotate_and_store(
-        latent_ptr + token * latent_stride, cos_ptr + entry * entry_stride, line % ROTATED, slot, kept,
-        cache_ptr, page_stride, ROUND_TRIP, RECORD, RULE, NATIVE,
-    )  # fmt: skip
+    inside = (token < tokens) if RATIO == 1 else kept
+    index = line % ROTATED
+    group = GROUPS - ROTATED + index
+    at = token * latent_stride + group * RULE.group
+    bits = load_groups(latent_ptr, at, inside, RULE.group).to(tl.uint32) << 16
+    bits = _rotate_groups(bits, cos_ptr + entry * entry_stride, index, kept)
+    halves = round_bf16_bits(bits, NATIVE)
+    if ROUND_TRIP:
+        bits = halves.to(tl.uint32) << 16
+    page, row = page_and_row(slot, page_stride, RECORD)
+    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
+    if RECORD.raw > 0:
+        store_raw(cache_ptr, halves, page, row, group, kept, RECORD, RULE)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "tokens", "max_position", "num_slots"])

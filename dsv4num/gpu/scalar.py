@@ -252,12 +252,12 @@ def unpack_codes(packed):
 def unpack_e2m1_bits(packed):
     """fp32 bits [N, 2M] of the E2M1 codes in bytes [N, M], the low nibble first."""
     wide = packed.to(tl.uint32)
-    low = ((wide & 0x07) << 22) | ((wide & 0x08) << 28)
-    high = ((wide & 0x70) << 18) | ((wide & 0x80) << 24)
-    bits = tl.interleave(low, high)
-    # As fp32 bits they mean 2**-126 times the value, sign and all.
+    magnitude = tl.interleave((wide & 0x07) << 22, (wide & 0x70) << 18)
+    sign = tl.interleave((wide & 0x08) << 28, (wide & 0x80) << 24)
+    # As fp32 bits a magnitude is 2**-126 times the value.
     RAISE: tl.constexpr = (254 - _E2M1_BIAS) << 23
-    return bits_of(float_of(bits) * float_of(tl.full(bits.shape, RAISE, tl.uint32)))
+    factor = float_of(tl.full(magnitude.shape, RAISE, tl.uint32))
+    return bits_of(float_of(magnitude) * factor) | sign
 
 
 @triton.jit
