@@ -405,7 +405,7 @@ def _find_latents(
 
 @triton.jit
 def _rotate_groups(bits, table, index, kept):
-    """fp32 bits [N, GROUP] rotated: line n is group `index[n]` of those that are, `table[n]` its entry."""
+    """fp32 bits [N, GROUP] rotated: line n is the index[n]-th group that is, table[n] its entry."""
     PAIRS: tl.constexpr = bits.shape[1] // 2
     even, odd = tl.split(tl.reshape(bits, (bits.shape[0], PAIRS, 2)))
     at = table[:, None] + (index * PAIRS)[:, None] + tl.arange(0, PAIRS)[None, :]
@@ -443,11 +443,12 @@ def _store_latents(
     line = tl.arange(0, ROWS * GROUPS)
     group = line % GROUPS
     token, kept, slot, _ = _find_latents(
-        first + line // GROUPS, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, SECOND
-    )
+        first + line // GROUPS, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO,
+        SECOND,
+    )  # fmt: skip
     page, row = page_and_row(slot, page_stride, RECORD)
-    # Where each token is a group, the row of a skipped one may be read, too, so that no load has to wait
-    # for a slot or a position.
+    # Where each token is a group, the row of a skipped one may be read, too, so that no load has to
+    # wait for a slot or a position.
     inside = (token < tokens) if RATIO == 1 else kept
     plain = group < GROUPS - ROTATED
     at = token * latent_stride + group * RULE.group
