@@ -116,15 +116,6 @@ def target_of(device: torch.device) -> Target:
     return _cuda_target(index)
 
 
-def register_limit(device: torch.device, most: int) -> dict[str, int]:
-    """The option of a launch that names the most registers of a thread, where the target has one.
-
-    Left alone, ptxas gives up loads in flight for threads in flight, which costs a kernel that is
-    mostly loads a fifth of its speed. Bytes do not depend on it.
-    """
-    return {"maxnreg": most} if target_of(device).name.startswith("sm_") else {}
-
-
 def use_native(launch: Launch, device: torch.device) -> bool:
     """Whether the launch takes the native path.
 

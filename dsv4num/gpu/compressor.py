@@ -30,7 +30,8 @@ from dsv4num.gpu._record import (
     store_groups,
     store_raw,
 )
-from dsv4num.gpu._target import Launch, interpreted, register_limit, use_native
+from dsv4num.gpu._target import Launch, interpreted, use_native
+from dsv4num.gpu._tuning import tile_of
 from dsv4num.gpu.arithmetic import (
     exp_nonpositive,
     inverse_rms,
@@ -663,7 +664,8 @@ def save_partial_states(
     if tokens == 0 or state.num_blocks == 0:
         return
     block = min(1024, triton.next_power_of_2(state.width))
-    rows = launch.rows or (64 if interpreted() else max(1, 2048 // block))
+    tile = tile_of("save_states", kv.device)
+    rows = launch.rows or tile.rows(block)
     with device_of(state_cache):
         _save_states_kernel[(triton.cdiv(tokens, rows), triton.cdiv(state.width, block))](
             kv.view(torch.int32),
@@ -684,7 +686,7 @@ def save_partial_states(
             RATIO=compress_ratio,
             ROWS=rows,
             BLOCK=block,
-            num_warps=launch.num_warps or 4,
+            num_warps=launch.num_warps or tile.warps,
             enable_fp_fusion=False,
         )
 
@@ -753,7 +755,10 @@ def compress_norm_rope_store(
 
     def run(pool: bool, finish: bool, per_program: int) -> None:
         rows = launch.rows or plan.tokens
-        warps = launch.num_warps or max(1, min(4, per_program // 128 if finish else 4))
+        tile = tile_of("compress" if finish else "pool", kv_cache.device)
+        # A warp for 128 columns that are stored, so that few have to wait for each other.
+        most = max(1, per_program // 128) if finish else tile.warps
+        warps = launch.num_warps or min(tile.warps, most)
         window = Window(
             rows=call.window,
             ratio=call.ratio,
@@ -796,7 +801,7 @@ def compress_norm_rope_store(
             TOKENS=rows,
             num_warps=warps,
             enable_fp_fusion=False,
-            **register_limit(kv_cache.device, 168 if finish else 96),
+            **tile.limit,
         )
 
     with device_of(kv_cache):
@@ -849,7 +854,8 @@ def rope_quant_insert(
         _validate.entries(at[ends], compress_ratio, cos_sin_cache.shape[0])
     if tokens == 0 or cache.num_blocks == 0:
         return
-    rows = launch.rows or (64 if interpreted() else 4)
+    tile = tile_of("rope_quant", latent.device)
+    rows = launch.rows or tile.rows(cache.layout.head_dim)
     with device_of(kv_cache):
         _rope_quant_kernel[(triton.cdiv(tokens, rows * compress_ratio),)](
             latent.view(torch.int16),
@@ -869,7 +875,7 @@ def rope_quant_insert(
             RULE=rule,
             NATIVE=native,
             ROWS=rows,
-            num_warps=launch.num_warps or 1,
+            num_warps=launch.num_warps or tile.warps,
             enable_fp_fusion=False,
         )
 
@@ -916,7 +922,7 @@ def pool_ring_latent(
     state = kv_score if ring is None or state_cache is None else state_cache
     block_stride, row_stride = (ring.block_stride, ring.row_stride) if ring else (0, 0)
     num_slots, capacity = (ring.num_slots, ring.block_size) if ring else (0, 1)
-    warps = launch.num_warps or 4
+    warps = launch.num_warps or tile_of("pool_ring", latent_out.device).warps
     with device_of(latent_out):
         _publish_kernel[(tokens,)](
             kv_score,

@@ -19,7 +19,8 @@ from dsv4num.gpu._record import (
     record_constant,
     store_groups,
 )
-from dsv4num.gpu._target import Launch, interpreted, use_native
+from dsv4num.gpu._target import Launch, use_native
+from dsv4num.gpu._tuning import tile_of
 from dsv4num.gpu.scalar import (
     bits_of,
     decode_bits,
@@ -223,7 +224,8 @@ def quantize_and_insert_k_cache(
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.num_blocks == 0:
         return
-    rows = launch.rows or _rows_per_program(cache.layout, 2048)
+    tile = tile_of("insert", k.device)
+    rows = launch.rows or tile.rows(cache.layout.head_dim)
     with device_of(k_cache):
         _insert_kernel[(triton.cdiv(tokens, rows),)](
             k.view(torch.int16),
@@ -237,7 +239,7 @@ def quantize_and_insert_k_cache(
             RULE=rule,
             NATIVE=native,
             ROWS=rows,
-            num_warps=launch.num_warps or 1,
+            num_warps=launch.num_warps or tile.warps,
             enable_fp_fusion=False,
         )
 
@@ -280,7 +282,8 @@ def dequantize_and_gather_k_cache(
     requests, room = out.shape[0], out.shape[1] - offset
     if requests == 0 or room <= 0 or cache.num_blocks == 0 or block_table.shape[1] == 0:
         return
-    rows = launch.rows or _rows_per_program(cache.layout, 2048)
+    tile = tile_of("gather_packed" if rule.element == "e2m1" else "gather", out.device)
+    rows = launch.rows or tile.rows(cache.layout.head_dim)
     # A grid has at most 65,535 programs along its second and third axes.
     grid = (triton.cdiv(room, rows), min(requests, 65535), triton.cdiv(requests, 65535))
     with device_of(out):
@@ -304,7 +307,7 @@ def dequantize_and_gather_k_cache(
             NATIVE=native,
             WHOLE=gather_lens is None,
             ROWS=rows,
-            num_warps=launch.num_warps or (1 if rule.element == "e2m1" else 2),
+            num_warps=launch.num_warps or tile.warps,
             enable_fp_fusion=False,
         )
 
@@ -319,12 +322,6 @@ def describe(name: str, tensor: object) -> Array:
         raise ArgumentError(name, type(tensor).__name__, "torch.Tensor")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Array(name, tuple(tensor.shape), tensor.stride(), dtype, str(tensor.device))
-
-
-def _rows_per_program(layout: Layout, values: int) -> int:
-    """Rows that hold so many values; the interpreter pays per program, so more there."""
-    values = 65536 if interpreted() else values
-    return max(1, values // layout.head_dim)
 
 
 def _validate_gather(
