@@ -283,7 +283,7 @@ def _compress_kernel(
     )
     if POOL:
         inside = first + index < tokens
-        requests = tl.load(requests_ptr + first + index, mask=inside, other=-1)
+        requests = tl.load(requests_ptr + first + index, mask=inside, other=-1).to(tl.int64)
     found = _next(index, wanted, -1, TOKENS)
     if FINISH:
         weight = load_weight(weight_ptr, column)[None, :]
@@ -295,8 +295,7 @@ def _compress_kernel(
             slot = _value_of(kv_slots, kv_slots_ptr, token)
             cos, sin, rotated = _load_cos_sin(cos_ptr, last // RATIO * RATIO, entry_stride, D)
         if POOL:
-            # Loaded for all tokens together with their positions: one wait less before the states.
-            request = tl.sum(tl.where(index == found, requests, 0), axis=0).to(tl.int64)
+            request = _value_of(requests, requests_ptr, token)
             listed = (request >= 0) & (request < num_requests)
             row_ptr = table_ptr + tl.where(listed, request, 0) * table_stride
             width = tl.where(listed, table_width, 0)
