@@ -145,17 +145,20 @@ def tensor_of(view: Array, buffer: torch.Tensor) -> torch.Tensor:
     return typed.as_strided(view.shape, strides, start_of(view) // view.itemsize)
 
 
-def observe(operation: Operation, given: Given, returned: Any, expected: Result) -> Result:
-    """What a call left behind, its returned values held to the expected types and shapes."""
+def memory_of(given: Given) -> Result:
+    """What a call left behind in its arguments."""
     buffers = {
         name: buffer if isinstance(buffer, np.ndarray) else buffer.cpu().numpy()
         for name, buffer in given.buffers.items()
     }
-    result = Result(buffers, dict(given.starts))
+    return Result(buffers, dict(given.starts))
+
+
+def observe(operation: Operation, given: Given, returned: Any, expected: Result) -> Result:
+    """What a call left behind, its returned values held to the expected types and shapes."""
+    result = memory_of(given)
     names = operation.returns
-    values: Sequence[Any] = (returned,)
-    if isinstance(returned, tuple | list):
-        values = returned
+    values: Sequence[Any] = returned if isinstance(returned, tuple | list) else (returned,)
     if names and len(values) != len(names):
         count = "nothing was" if returned is None else f"{len(values)} values were"
         text = f"{count} returned; expected: {' and '.join(names)}"

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4num.errors import Dsv4numError
+from dsv4num.explain.call import CACHES, explain_call
 from dsv4num.formats import FP32
 from dsv4num.reference import decode
-from dsv4num.verify.case import Case
+from dsv4num.verify.case import Case, rebase
 from dsv4num.verify.operations import Operation, Place
+
+if TYPE_CHECKING:
+    from dsv4num.verify.profile import Profile
 
 #: A mismatch report has at most this many lines.
 MAX_LINES = 20
+#: Its heading, its count, "and more", up to four lines of reasons, and the line that reproduces it.
+_OTHER_LINES = 8
 _SAMPLE = 2048
+
+_OUTSIDE = "a write outside the rows that the operation owns"
 
 
 def differing_bytes(expected: NDArray[np.uint8], observed: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -29,8 +40,11 @@ def explain_mismatch(
     expected: NDArray[np.uint8],
     observed: NDArray[np.uint8],
     fill: int | None,
+    *,
+    profile: Profile | None = None,
+    explained: bool = True,
 ) -> list[str]:
-    """What differs in one output: a count, the places of the first codes, a likely reason.
+    """What differs in one output: a count, the places of the first codes, likely reasons.
 
     Args:
         operation: what ran.
@@ -40,6 +54,8 @@ def explain_mismatch(
         expected: the whole buffer after the oracle.
         observed: the whole buffer after the kernel.
         fill: the poison that the output held before, if any.
+        profile: whose contract the expected bytes keep, if it is not the oracle.
+        explained: whether to look for the dialects of whoever wrote a cache, which takes a while.
     """
     where = differing_bytes(expected, observed)
     lines = [f"{output}: {len(where):,} bytes differ"]
@@ -51,8 +67,15 @@ def explain_mismatch(
         lines.append(f"  {place.text}: expected {_code(want, place)}, got {_code(got, place)}")
     if len(places) > len(shown):
         lines.append("  ... and more")
-    lines.append("  likely: " + _reason(places, expected, observed, fill))
-    return lines
+    certain = _certain_reason(places, expected, observed, fill)
+    dialects = []
+    if explained and certain is None:
+        dialects = _dialects(operation, case, output, observed, profile)
+    if not dialects:
+        lines.append(f"  likely: {certain or _reason(places, expected, observed)}")
+    elif any(place.kind == "unowned" for place in places):
+        dialects.append("  and: " + _OUTSIDE)
+    return lines + dialects
 
 
 def _places(
@@ -71,7 +94,7 @@ def _places(
 
 def _choose(places: list[Place]) -> list[Place]:
     """The places to show: the first ones, and at least one of every kind."""
-    room = MAX_LINES - 5
+    room = MAX_LINES - _OTHER_LINES
     firsts = {place.kind: place for place in reversed(places)}
     chosen = list(firsts.values()) + [p for p in places if p is not firsts[p.kind]]
     return sorted(chosen[:room], key=lambda place: place.first)
@@ -104,30 +127,65 @@ def _whole_codes(buffer: NDArray[np.uint8], places: list[Place]) -> NDArray[np.i
     return np.array(codes, np.int64)
 
 
-def _reason(
+def _dialects(
+    operation: Operation,
+    case: Case,
+    output: str,
+    observed: NDArray[np.uint8],
+    profile: Profile | None,
+) -> list[str]:
+    """Which dialects of other writers explain a cache: the best hypotheses, at most three lines."""
+    if CACHES.get(operation.name) != output:
+        return []
+    given = {**case.arguments, **case.keywords, **case.reference}
+    try:
+        found = explain_call(operation.name, given, rebase(case.arguments[output], observed))
+    except Dsv4numError:  # a call that the search does not take
+        return []
+    if found is None:
+        return []
+    if profile is not None and found.status == "no difference":
+        return ["  against SPEC: no difference"]
+    if not found.hypotheses:
+        return []
+    lead = "likely" if profile is None else "against SPEC"
+    first, *others = found.hypotheses
+    lines = [f"  {lead}: {first.sentence()}"]
+    equal = [other for other in others if first.exact and other.exact]
+    lines += [f"  or: {other.sentence()}" for other in equal[:1]]
+    if equal and found.separating:
+        lines.append(f"  what would tell: {found.separating}")
+    return lines
+
+
+def _certain_reason(
     places: list[Place],
     expected: NDArray[np.uint8],
     observed: NDArray[np.uint8],
     fill: int | None,
-) -> str:
+) -> str | None:
+    """A reason that leaves no doubt: where bytes lie, and what the poison says."""
+    if {place.kind for place in places} == {"unowned"}:
+        return _OUTSIDE
+    if fill is None:
+        return None
+    untouched = _whole_codes(np.full_like(expected, fill), places)
+    if bool((_whole_codes(observed, places) == untouched).all()):
+        return "bytes that were never written (the poison is still there)"
+    if bool((_whole_codes(expected, places) == untouched).all()):
+        return "bytes written where the oracle writes nothing"
+    return None
+
+
+def _reason(places: list[Place], expected: NDArray[np.uint8], observed: NDArray[np.uint8]) -> str:
     """The likeliest reason, from what kinds of byte differ and how."""
     kinds = {place.kind for place in places}
     want, got = _whole_codes(expected, places), _whole_codes(observed, places)
-    if kinds == {"unowned"}:
-        return "a write outside the rows that the operation owns"
-    if fill is not None:
-        poison = np.full_like(expected, fill)
-        untouched = _whole_codes(poison, places)
-        if bool((got == untouched).all()):
-            return "bytes that were never written (the poison is still there)"
-        if bool((want == untouched).all()):
-            return "bytes written where the oracle writes nothing"
     if kinds == {"pad"}:
         return "padding not written with its pad value"
     if kinds == {"scale"}:
-        shifts = set((got - want).tolist())
-        one = f", always by {shifts.pop():+d}" if len(shifts) == 1 else ""
-        return f"the scale is chosen differently{one}, and the elements do not follow it"
+        steps = _steps(places, want, got)
+        return f"the scale is chosen differently{steps}, and the elements do not follow it"
     if "scale" in kinds:
         return "the scale is chosen differently, and the elements follow it"
     if all(place.packed for place in places) and bool(
@@ -142,3 +200,15 @@ def _reason(
     if bool((np.abs(got - want) <= 1).all()):
         return "rounding: every difference is one code (a tie rule, or one rounding too many)"
     return "not recognised"
+
+
+def _steps(places: list[Place], want: NDArray[np.int64], got: NDArray[np.int64]) -> str:
+    """By how much scales differ, if it is the same everywhere: in codes, or in powers of two."""
+    shifts = set((got - want).tolist())
+    if len(shifts) > 1:
+        return ""
+    shift = shifts.pop()
+    if places[0].format is not FP32:
+        return f", always by {shift:+d}"
+    exponent, rest = divmod(shift, 1 << 23)
+    return "" if rest else f", always by a factor of 2^{exponent}"

@@ -158,7 +158,7 @@ def named_profiles() -> list[str]:
 def _parse(path: Path, data: dict[str, Any]) -> Profile:
     """A profile from what a file says."""
     where = str(path)
-    keys = {"about": str, "undefined": list, "layouts": dict, "writes": list}
+    keys = {"about": "a string", "undefined": "a list", "layouts": "a table", "writes": "a list"}
     _check_keys(where, "the file", data, keys)
     renamed = data.get("layouts", {})
     _known(where, "layouts", list(renamed), LAYOUTS)
@@ -178,7 +178,7 @@ def _writes(where: str, entry: Any) -> Writes:
     """One table [[writes]]."""
     if not isinstance(entry, dict):
         raise ArgumentError(where, f"writes with {entry!r}", "tables [[writes]]", "8")
-    keys = {"operations": list, "layouts": list, "dialects": list}
+    keys = dict.fromkeys(("operations", "layouts", "dialects"), "a list")
     _check_keys(where, "[[writes]]", entry, keys)
     names = _known(where, "dialects", entry.get("dialects", []), DIALECTS)
     found = Writes(
@@ -194,14 +194,17 @@ def _writes(where: str, entry: Any) -> Writes:
     return found
 
 
-def _check_keys(where: str, part: str, table: dict[str, Any], keys: dict[str, type]) -> None:
-    """A table has these keys and no others, of these types."""
+#: Kinds of values in TOML.
+_KINDS = {"a string": str, "a list": list, "a table": dict}
+
+
+def _check_keys(where: str, part: str, table: dict[str, Any], keys: dict[str, str]) -> None:
+    """A table has these keys and no others, of these kinds."""
     for key, value in table.items():
         if key not in keys:
             raise ArgumentError(where, f"{part} with '{key}'", ", ".join(keys), "8")
-        if not isinstance(value, keys[key]):
-            kind = {str: "a string", list: "a list", dict: "a table"}[keys[key]]
-            raise ArgumentError(where, f"{key} = {value!r}", kind, "8")
+        if not isinstance(value, _KINDS[keys[key]]):
+            raise ArgumentError(where, f"{key} = {value!r}", keys[key], "8")
 
 
 def _known(where: str, key: str, names: list[Any], allowed: Mapping[str, Any]) -> tuple[str, ...]:
