@@ -24,6 +24,9 @@ MAX_LINES = 20
 _OTHER_LINES = 8
 _SAMPLE = 2048
 
+#: Facts that the search states of bytes that are all equal.
+_UNWRITTEN = ("rows-not-written", "fields-not-written")
+_UNKNOWN = "not recognised"
 _OUTSIDE = "a write outside the rows that the operation owns"
 
 
@@ -67,15 +70,18 @@ def explain_mismatch(
         lines.append(f"  {place.text}: expected {_code(want, place)}, got {_code(got, place)}")
     if len(places) > len(shown):
         lines.append("  ... and more")
-    certain = _certain_reason(places, expected, observed, fill)
-    dialects = []
-    if explained and certain is None:
-        dialects = _dialects(operation, case, output, observed, profile)
-    if not dialects:
-        lines.append(f"  likely: {certain or _reason(places, expected, observed)}")
-    elif any(place.kind == "unowned" for place in places):
-        dialects.append("  and: " + _OUTSIDE)
-    return lines + dialects
+    owned = [place for place in places if place.kind != "unowned"]
+    if not owned:
+        return [*lines, f"  likely: {_OUTSIDE}"]
+    certain = None if fill is None else _certain_reason(owned, expected, observed, fill)
+    reason = certain or _reason(owned, expected, observed)
+    reasons = [f"  likely: {reason}"]
+    if fill is not None and explained and certain is None:
+        reasons = _dialects(operation, case, output, observed, fill, profile, reason) or reasons
+    lines += reasons
+    if len(owned) < len(places):
+        lines.append(f"  and: {_OUTSIDE}")
+    return lines
 
 
 def _places(
@@ -132,9 +138,14 @@ def _dialects(
     case: Case,
     output: str,
     observed: NDArray[np.uint8],
+    fill: int,
     profile: Profile | None,
+    reason: str,
 ) -> list[str]:
-    """Which dialects of other writers explain a cache: the best hypotheses, at most three lines."""
+    """Which dialects of other writers explain a cache: the best hypotheses, at most three lines.
+
+    Two dialects at once may be too clever an answer: then the reason found without them is said too.
+    """
     if CACHES.get(operation.name) != output:
         return []
     given = {**case.arguments, **case.keywords, **case.reference}
@@ -146,15 +157,19 @@ def _dialects(
         return []
     if profile is not None and found.status == "no difference":
         return ["  against SPEC: no difference"]
-    if not found.hypotheses:
+    # What was not written holds the poison: one equal byte all over is no sign of it here.
+    told = [h for h in found.hypotheses if h.names[0] not in _UNWRITTEN or f" {fill:02X}" in h.text]
+    if not told:
         return []
     lead = "likely" if profile is None else "against SPEC"
-    first, *others = found.hypotheses
+    first, *others = told
     lines = [f"  {lead}: {first.sentence()}"]
     equal = [other for other in others if first.exact and other.exact]
     lines += [f"  or: {other.sentence()}" for other in equal[:1]]
     if equal and found.separating:
         lines.append(f"  what would tell: {found.separating}")
+    if not equal and len(first.names) > 1 and reason != _UNKNOWN:
+        lines.append(f"  or: {reason}")
     return lines
 
 
@@ -162,13 +177,9 @@ def _certain_reason(
     places: list[Place],
     expected: NDArray[np.uint8],
     observed: NDArray[np.uint8],
-    fill: int | None,
+    fill: int,
 ) -> str | None:
-    """A reason that leaves no doubt: where bytes lie, and what the poison says."""
-    if {place.kind for place in places} == {"unowned"}:
-        return _OUTSIDE
-    if fill is None:
-        return None
+    """A reason that leaves no doubt, because of the poison that the output held."""
     untouched = _whole_codes(np.full_like(expected, fill), places)
     if bool((_whole_codes(observed, places) == untouched).all()):
         return "bytes that were never written (the poison is still there)"
@@ -199,7 +210,7 @@ def _reason(places: list[Place], expected: NDArray[np.uint8], observed: NDArray[
             return "the sign of zero"
     if bool((np.abs(got - want) <= 1).all()):
         return "rounding: every difference is one code (a tie rule, or one rounding too many)"
-    return "not recognised"
+    return _UNKNOWN
 
 
 def _steps(places: list[Place], want: NDArray[np.int64], got: NDArray[np.int64]) -> str:
