@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dsv4num.errors import Dsv4numError
 from dsv4num.explain.call import CACHES, explain_call
-from dsv4num.formats import FP32
+from dsv4num.formats import FP32, get_layout
 from dsv4num.reference import decode
 from dsv4num.verify.case import Case, rebase
 from dsv4num.verify.operations import Operation, Place
@@ -155,13 +155,15 @@ def _dialects(
         return []
     if found is None:
         return []
-    if profile is not None and found.status == "no difference":
+    layout = get_layout(case.keywords["layout"])
+    declared = profile is not None and profile.dialects(operation.name, layout)
+    if declared and found.status == "no difference":
         return ["  against SPEC: no difference"]
     # What was not written holds the poison: one equal byte all over is no sign of it here.
     told = [h for h in found.hypotheses if h.names[0] not in _UNWRITTEN or f" {fill:02X}" in h.text]
     if not told:
         return []
-    lead = "likely" if profile is None else "against SPEC"
+    lead = "against SPEC" if declared else "likely"
     first, *others = told
     lines = [f"  {lead}: {first.sentence()}"]
     equal = [other for other in others if first.exact and other.exact]

@@ -7,7 +7,7 @@ import multiprocessing
 import shlex
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -33,7 +33,12 @@ from dsv4num.verify.call import (
     written_bytes,
 )
 from dsv4num.verify.case import Block, Case, Level, ready
-from dsv4num.verify.implementation import IMPLEMENTATION, NotOffered, load_implementation
+from dsv4num.verify.implementation import (
+    IMPLEMENTATION,
+    Implementation,
+    NotOffered,
+    load_implementation,
+)
 from dsv4num.verify.operations import OPERATIONS, Operation
 from dsv4num.verify.profile import Profile, load_profile
 from dsv4num.verify.rows import Row, add_up
@@ -261,17 +266,16 @@ class _Judge:
     def __init__(self, options: Options, operation: Operation, variant: str) -> None:
         self.options, self.operation, self.variant = options, operation, variant
         self.profile = _profile_of(options)
-        self.other = None
-        paths = tuple(p for p in paths_of(options.device) if p in (options.paths or (p,)))
+        self.other: Implementation | None = None
         if options.implementation:
             self.other = load_implementation(options.implementation, options.arrays)
-            self.offers = {
-                offer.path: offer for offer in self.other.offers(operation.name, variant)
-            }
-            paths = tuple(self.offers)
+            self.offers = {each.path: each for each in self.other.offers(operation.name, variant)}
+            paths: Iterable[str] = self.offers
+        else:
+            paths = (p for p in paths_of(options.device) if p in (options.paths or (p,)))
         self.rows = {path: Row(operation.name, variant, path) for path in paths}
         self.found = list(self.rows.values())
-        if not paths and self.other is not None:
+        if not self.rows and self.other is not None:
             reason = self.other.why_not(operation.name, variant)
             self.found = [Row(operation.name, variant, IMPLEMENTATION, not_offered=[reason])]
 
@@ -329,10 +333,8 @@ class _Judge:
         except (Exception, SystemExit) as error:
             if self.other is None or isinstance(error, NotOffered):
                 raise
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"  in {frame.name}, {PurePath(frame.filename).name} line {frame.lineno}"
             row.runs += 1
-            self._fail(run, 1, [f"raised {_say(error)}", place], row)
+            self._fail(run, 1, [f"raised {_say(error)}", self._place_of(error)], row)
             return
         observed = observe(operation, given, returned, expected)
         row.runs += 1
@@ -348,6 +350,13 @@ class _Judge:
         )
         for difference in found:
             self._fail(run, difference.count, difference.lines, row)
+
+    def _place_of(self, error: BaseException) -> str:
+        """Where an implementation raised: the innermost line of its own module, if there is one."""
+        frames = traceback.extract_tb(error.__traceback__)
+        source = self.other and getattr(self.other.module, "__file__", None)
+        frame = next((f for f in reversed(frames) if f.filename == source), frames[-1])
+        return f"  in {frame.name}, {PurePath(frame.filename).name} line {frame.lineno}"
 
     def _fail(self, run: _Run, count: int, lines: list[str], row: Row) -> None:
         """Adds a failure."""
