@@ -168,7 +168,9 @@ def my_compress_norm_rope_store_two_stage_triton(
 
 
 def test_arguments_by_name_by_position_and_in_any_form(module: Any, judge: Any) -> None:
-    name = module(RIGHT + """
+    name = module(
+        RIGHT
+        + """
 def a_pack(*, codes): return pack(codes)
 def a_unpack(packed, /): return unpack(packed)
 def a_exp32(*args, **kwargs): return exp32(*args, **kwargs)
@@ -177,7 +179,8 @@ class a_tree_sum:
     def __new__(cls, values, axis): return tree_sum(values, axis)
 a_round_bf16 = type("", (), {"__call__": staticmethod(round_bf16), "__signature__": 1})()
 a_encode = 5
-""")
+"""
+    )
     wanted = ("pack", "unpack", "exp32", "quantize", "tree_sum", "round_bf16", "encode")
     options = [word for operation in wanted for word in ("--op", operation)]
     code, out, err, rows = judge(f"{name}:a_", *options)
@@ -189,7 +192,9 @@ a_encode = 5
 def test_a_function_without_layout_is_for_v4_or_what_the_module_says(
     module: Any, judge: Any
 ) -> None:
-    text = RIGHT + """
+    text = (
+        RIGHT
+        + """
 def one_quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size):
     assert k_cache.shape[1:] == (block_size, WIDTH)
     quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size, layout=LAYOUT)
@@ -198,6 +203,7 @@ def one_rope_quant_insert(latent, positions, cos_sin_cache, kv_cache, slot_mappi
     rope_quant_insert(latent, positions, cos_sin_cache, kv_cache, slot_mapping,
                       compress_ratio=compress_ratio, layout=LAYOUT)
 """
+    )
     for declared, layout, width in (
         ("", "v4", 584),
         ('DSV4NUM_LAYOUTS = "v41_mxfp8"', "v41_mxfp8", 528),
@@ -236,7 +242,7 @@ def one_rope_quant_insert(latent, positions, cos_sin_cache, kv_cache, slot_mappi
         ("quantize", "return None", "codes: nothing was returned; expected: codes and scale_codes"),
         ("quantize", "return right(x, rule)[0]", "codes: 1 values were returned; expected: codes and"),
         ("quantize", "return (*right(x, rule), 1)", "codes: 3 values were returned; expected: codes"),
-        ("quantize", "return right(x, rule)[::-1]", r"codes: uint8 \[64, 8\] returned; expected: uint8"),
+        ("quantize", "return right(x, rule)[::-1]", r"codes: uint8 \[64, 8\] returned; expected"),
     ],
 )  # fmt: skip
 def test_a_function_that_misbehaves(
@@ -278,7 +284,9 @@ def quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size):
 
 
 def test_signals_that_something_is_not_offered(module: Any, judge: Any) -> None:
-    name = module(RIGHT + """
+    name = module(
+        RIGHT
+        + """
 import dsv4num
 def pack(codes): raise NotImplementedError("not here\\nnor there")
 def unpack(packed): raise dsv4num.UnsupportedError("no such unit")
@@ -286,7 +294,8 @@ def exp32(x):
     if x.shape[0] < 20: raise NotImplementedError
     from dsv4num.reference import exp32
     return exp32(x)
-""")
+"""
+    )
     code, out, err, rows = judge(name, "--op", "pack", "--op", "unpack", "--op", "exp32")
     assert (code, err) == (0, "")
     assert {row["operation"]: row["not_offered"] for row in rows} == {
@@ -335,8 +344,20 @@ class unpack:
     ops = ("pack", "encode", "round_bf16", "tree_sum", "unpack")
     options = [word for operation in ops for word in ("--op", operation)]
     options += ["--layout", "e4m3fn", "--layout", "e2m1", "--layout", "fp32", "--device", device]
-    code, out, _, rows = judge(name, *options, "--case", "every pair", "--case", "near one",
-                               "--case", "ties", "--case", "8 columns", "--case", "every byte")
+    code, out, _, rows = judge(
+        name,
+        *options,
+        "--case",
+        "every pair",
+        "--case",
+        "near one",
+        "--case",
+        "ties",
+        "--case",
+        "8 columns",
+        "--case",
+        "every byte",
+    )
     assert code == 1, out
     wrong = {row["operation"]: row["mismatches"] for row in rows if row["mismatches"]}
     assert wrong == {"unpack": 512} and "codes: type returned; expected: uint8 [8, 64]" in out
@@ -414,7 +435,7 @@ def test_a_run_of_another_implementation_is_no_record(
 def test_devices_are_told_of_the_implementation(
     module: Any, judge: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, asked = module(RIGHT.replace("numpy\"", "torch\"")), []
+    name, asked = module(RIGHT.replace('numpy"', 'torch"')), []
 
     def answer(names: Any, options: list[str], *more: Any) -> dict[str, Any]:
         asked.append(options)

@@ -224,5 +224,5 @@ class CheckedCase:
         more = [f"also {difference.lines[0]}" for difference in found[1:]]
         room = MAX_LINES - 1 - len(head)
         if len(more) > room:
-            more = [*more[: room - 1], f"also {len(more) - room + 1} more outputs"]
+            more = [*more[: room - 1], f"also {len(more) - room + 1} more arrays"]
         return [*head, *more, f"{last}), case '{self.name}'"]
