@@ -13,6 +13,7 @@ import pytest
 
 import dsv4num
 from dsv4num import ArgumentError, MismatchError, reference
+from dsv4num.verify import compare
 from dsv4num.verify.case import BF16
 from dsv4num.verify.operations import OPERATIONS
 from dsv4num.verify.testing import CheckedCase, cases
@@ -161,23 +162,62 @@ def spoiled(change: Any, name: str = "wide") -> list[str]:
     return report(case, **(change(inputs) or {}))
 
 
-def test_reports() -> None:
-    def floor(inputs: dict[str, Any]) -> None:
+def scales(code: int) -> Any:
+    """Changes every scale of a `v4` cache."""
+
+    def change(inputs: dict[str, Any]) -> None:
         cache, slots = inputs["k_cache"], inputs["slot_mapping"]
-        rows = cache.reshape(len(cache), -1)
+        pages = cache.reshape(len(cache), -1)
         for slot in slots[slots >= 0].tolist():
             at = 64 * 576 + slot % 64 * 8
-            rows[slot // 64, at : at + 7] = 0x72
+            pages[slot // 64, at : at + 7] = code
 
-    assert spoiled(floor, "zeros")[-1] == (
-        "  likely: every one of 21 differing scale bytes is explained by: "
-        "floor 1e-4 on the scale instead of on amax"
-    )
+    return change
+
+
+def test_reports() -> None:
+    every = "every one of 21 differing scale bytes is explained by: "
+    floor = "floor 1e-4 on the scale instead of on amax"
+    assert spoiled(scales(0x72), "zeros")[-1] == f"  likely: {every}{floor}"
+    likely, other, tell = spoiled(scales(0x68), "zeros")[-3:]
+    down = "amax / 448 is rounded down to a power of two instead of up"
+    assert likely == f"  likely: {every}{down}" and other.startswith(f"  or: {every}the elements")
+    assert tell.startswith("  what would tell: ") and "by the first, " in tell
     lines = spoiled(lambda inputs: inputs["k"].__setitem__((0, 0), BF16(1)))
     assert lines == ["k: the operation changed its input"]
     lines = spoiled(lambda inputs: inputs["k_cache"].base.__setitem__(5, 1))
     assert lines[-1] == "  likely: a write outside the rows that the operation owns"
     assert "outside the cache: expected 0xA5, got 0x01" in lines[1]
+
+
+def test_a_call_that_the_search_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the kinds of the bytes that differ must do."""
+
+    def refuse(*arguments: Any) -> None:
+        raise ArgumentError("slots", "a slot more than once", "each slot once")
+
+    monkeypatch.setattr(compare, "explain_call", refuse)
+    assert spoiled(scales(0x72), "zeros")[-1] == (
+        "  likely: the scale is chosen differently, always by +9, and the elements do not follow it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [(4, ", always by a factor of 2^2"), (0.5, " of 2^-1"), (1.5, "differently,")],
+)
+def test_steps_of_fp32_scales(factor: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said in powers of two; a step of the mantissa is no number for people."""
+    monkeypatch.setattr(compare, "explain_call", lambda *arguments: None)
+    case = first(INSERT, "indexer_fp8", "zeros")
+    inputs = case.inputs
+    reference.quantize_and_insert_k_cache(**inputs)
+    cache, slots = inputs["k_cache"], inputs["slot_mapping"]
+    pages = cache.reshape(len(cache), -1)
+    for slot in slots[slots >= 0].tolist():
+        at = 64 * 128 + slot % 64 * 4
+        pages[slot // 64, at : at + 4].view(np.float32)[:] *= np.float32(factor)
+    assert text in report(case)[-1] and "8388608" not in report(case)[-1]
 
 
 def test_a_copy_does_not_hide_what_was_written_elsewhere() -> None:

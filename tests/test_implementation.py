@@ -510,3 +510,20 @@ def test_arrays_of_every_kind() -> None:
     assert as_array(torch.zeros(2, dtype=torch.float8_e5m2)).dtype == np.uint8
     for value in (None, "a", 5, [1, 2], torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
         assert as_array(value) is None
+
+
+def test_dlpack_where_there_is_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dsv4num.cases` works without torch, and so does what it takes."""
+    from dsv4num.verify.call import as_array
+
+    class Result:
+        def __dlpack__(self, **how: Any) -> Any:
+            return np.arange(3).__dlpack__(**how)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    monkeypatch.delitem(sys.modules, "torch")
+    found = as_array(Result())
+    assert found is not None and found.tolist() == [0, 1, 2]
+    assert as_array("a") is None

@@ -10,6 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -908,6 +910,29 @@ def test_a_report_says_how_many_bytes_differ(verify: Any, monkeypatch: pytest.Mo
     lines = spoiled(verify, monkeypatch, *insert_of("v41_mxfp8", "wide"))
     assert re.search(r": [\d,]{5,} bytes differ", lines[1]), lines[1]
     assert "  ... and more" in lines and len(lines) <= 20
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, UnsupportedError, RuntimeError])
+def test_a_kernel_that_raises(
+    error: type[Exception], verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernels offer everything: whatever they raise is a failure, and hides no other case."""
+
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise error("broken")
+
+    monkeypatch.setattr(dsv4num.gpu, "pack", fail)
+    code, out, _ = verify("--op", "pack", "--op", "unpack", "--path", "portable")
+    assert code == 1 and "1 mismatches" in out.splitlines()[-1]
+    assert "pack e2m1, case 'every pair' did not run" in out and f"{error.__name__}: broken" in out
+
+
+def test_a_process_of_ours_that_dies_ends_the_run() -> None:
+    options = runner.Options("cpu", operations=("pack",))
+    future: Future[Any] = Future()
+    future.set_exception(BrokenProcessPool("dead"))
+    with pytest.raises(BrokenProcessPool, match="dead"):
+        runner._rows_of(future, options, runner.Task("pack", "e2m1"))
 
 
 def test_ptx_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def _dialects(
     try:
         found = explain_call(operation.name, given, rebase(case.arguments[output], observed))
     except Dsv4numError:  # a call that the search does not take
-        return []
+        found = None
     if found is None:
         return []
     layout = get_layout(case.keywords["layout"])

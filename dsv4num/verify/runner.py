@@ -186,11 +186,6 @@ def _begin_process(ptx: str) -> None:
         install(ptx)
 
 
-def run_pair(options: Options, name: str, variant: str) -> list[Row]:
-    """Runs the cases of one operation over one variant: one row per path."""
-    return run_task(options, Task(name, variant))
-
-
 def run_task(options: Options, task: Task) -> list[Row]:
     """Runs the cases of a task: one row per path."""
     operation, variant = OPERATIONS[task.operation], task.variant
