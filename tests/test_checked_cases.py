@@ -149,6 +149,8 @@ def test_a_profile(tmp_path: Path) -> None:
     k = np.where(np.abs(inputs["k"].astype(np.float32)) < 1e-3, BF16(0), inputs["k"])
     reference.quantize_and_insert_k_cache(**{**inputs, "k": k.astype(BF16)})
     assert "  against SPEC: no difference" not in report(case)
+    with pytest.raises(MismatchError, match=r"seed=0, profile='flashmla'\), case 'edges'$"):
+        case.check()
 
 
 # --- wrong ones -----------------------------------------------------------------------

@@ -102,7 +102,7 @@ def verify(arguments: argparse.Namespace) -> int:
     from dsv4num.verify.merge import parse_shard
     from dsv4num.verify.runner import Options
 
-    if arguments.impl:
+    if arguments.impl is not None:
         device = _check_implementation(arguments, device)
 
     at_once = 16 if arguments.level == "exhaustive" else 8  # there the oracle is what takes time
@@ -161,7 +161,7 @@ def _check_implementation(arguments: argparse.Namespace, device: str) -> str:
             given = "given with --impl"
             raise ArgumentError(f"--{option}", given, "only for the kernels of this package")
     found = load_implementation(arguments.impl, arguments.arrays or "")
-    if arguments.profile:
+    if arguments.profile is not None:
         load_profile(arguments.profile)
     if found.arrays == "torch":
         return device
@@ -195,7 +195,7 @@ def _check_options(arguments: argparse.Namespace, options: Options) -> None:
     from dsv4num.verify.runner import selected
 
     for option in ("arrays", "profile"):
-        if getattr(arguments, option) and not arguments.impl:
+        if getattr(arguments, option) is not None and arguments.impl is None:
             raise ArgumentError(f"--{option}", "given without --impl", "only with --impl")
     known = {variant for operation in OPERATIONS.values() for variant in operation.variants}
     for name in arguments.op:

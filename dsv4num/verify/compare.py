@@ -27,6 +27,9 @@ _SAMPLE = 2048
 #: Facts that the search states of bytes that are all equal.
 _UNWRITTEN = ("rows-not-written", "fields-not-written")
 _UNKNOWN = "not recognised"
+_FOLLOWED = "the scale is chosen differently, and the elements follow it"
+#: Reasons that do not stand where the search for dialects found none.
+_VAGUE = (_UNKNOWN, _FOLLOWED)
 _OUTSIDE = "a write outside the rows that the operation owns"
 
 
@@ -75,10 +78,15 @@ def explain_mismatch(
         return [*lines, f"  likely: {_OUTSIDE}"]
     certain = None if fill is None else _certain_reason(owned, expected, observed, fill)
     reason = certain or _reason(owned, expected, observed)
-    reasons = [f"  likely: {reason}"]
+    dialects = None
     if fill is not None and explained and certain is None:
-        reasons = _dialects(operation, case, output, observed, fill, profile, reason) or reasons
-    lines += reasons
+        dialects = _dialects(operation, case, output, observed, fill, profile, reason)
+    if dialects:
+        lines += dialects
+    elif dialects is not None and reason in _VAGUE:
+        lines.append("  unexplained: no dialect, alone or in a pair, explains these bytes")
+    else:
+        lines.append(f"  likely: {reason}")
     if len(owned) < len(places):
         lines.append(f"  and: {_OUTSIDE}")
     return lines
@@ -141,20 +149,22 @@ def _dialects(
     fill: int,
     profile: Profile | None,
     reason: str,
-) -> list[str]:
+) -> list[str] | None:
     """Which dialects of other writers explain a cache: the best hypotheses, at most three lines.
+
+    None where there is nothing to search, an empty list where the search found nothing.
 
     Two dialects at once may be too clever an answer: then the reason found without them is said too.
     """
     if CACHES.get(operation.name) != output:
-        return []
+        return None
     given = {**case.arguments, **case.keywords, **case.reference}
     try:
         found = explain_call(operation.name, given, rebase(case.arguments[output], observed))
     except Dsv4numError:  # a call that the search does not take
         found = None
     if found is None:
-        return []
+        return None
     layout = get_layout(case.keywords["layout"])
     declared = profile is not None and profile.dialects(operation.name, layout)
     if declared and found.status == "no difference":
@@ -200,7 +210,7 @@ def _reason(places: list[Place], expected: NDArray[np.uint8], observed: NDArray[
         steps = _steps(places, want, got)
         return f"the scale is chosen differently{steps}, and the elements do not follow it"
     if "scale" in kinds:
-        return "the scale is chosen differently, and the elements follow it"
+        return _FOLLOWED
     if all(place.packed for place in places) and bool(
         (want.reshape(-1, 2) == got.reshape(-1, 2)[:, ::-1]).all()
     ):

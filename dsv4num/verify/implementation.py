@@ -257,9 +257,9 @@ def load_implementation(spec: str, arrays: str = "") -> Implementation:
         raise ArgumentError("DSV4NUM_ARRAYS", repr(kind), "'torch' or 'numpy'", "5")
     layouts = getattr(module, "DSV4NUM_LAYOUTS", None)
     if layouts is not None:
-        layouts = (layouts,) if isinstance(layouts, str) else tuple(layouts)
+        layouts = tuple(layouts) if isinstance(layouts, list | tuple) else (layouts,)
         for layout in layouts:
-            if layout not in LAYOUTS:
+            if not isinstance(layout, str) or layout not in LAYOUTS:
                 raise ArgumentError("DSV4NUM_LAYOUTS", repr(layout), ", ".join(LAYOUTS), "4")
     found = Implementation(module, prefix, cast(Arrays, kind), layouts)
     names = [*OPERATIONS, *_STAGES.values()]

@@ -96,7 +96,9 @@ def cases(
         raise ArgumentError("device", repr(device), "'cpu' for NumPy arrays", found.clause)
     contract = None if profile is None else load_profile(profile)
     variants = found.variants if layout is None else (layout,)
-    return _cases(found, variants, level, seed, arrays, device, contract)
+    where = f"level={level!r}, seed={seed}"
+    where += "" if profile is None else f", profile={profile!r}"
+    return _cases(found, variants, level, seed, arrays, device, contract, where)
 
 
 def _cases(
@@ -107,9 +109,9 @@ def _cases(
     arrays: Arrays,
     device: str,
     profile: Profile | None,
+    where: str,
 ) -> Iterator[CheckedCase]:
     """The cases, one after the other."""
-    where = f"level={level!r}, seed={seed}"
     for variant in variants:
         made = operation.cases(variant, level, seed)
         for case in made if profile is None else profile.cases(operation.name, made):
@@ -218,11 +220,9 @@ class CheckedCase:
     def _report(self, found: list[Difference]) -> list[str]:
         """The first difference in full, and what else differs as far as there is room."""
         head = [str(self), *found[0].lines]
-        last = f"  reproduce: dsv4num.cases({self.operation!r}, {self.variant!r}, {self._where}"
-        if self._profile is not None:
-            last += f", profile={self._profile.name!r}"
+        last = f"  reproduce: dsv4num.cases({self.operation!r}, {self.variant!r}, {self._where})"
         more = [f"also {difference.lines[0]}" for difference in found[1:]]
         room = MAX_LINES - 1 - len(head)
         if len(more) > room:
             more = [*more[: room - 1], f"also {len(more) - room + 1} more arrays"]
-        return [*head, *more, f"{last}), case '{self.name}'"]
+        return [*head, *more, f"{last}, case '{self.name}'"]
