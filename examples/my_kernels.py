@@ -24,7 +24,7 @@ def my_quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size):
     exponent -= (mantissa == 0.5).int()  # the power of two that is not below the scale
     exponent = torch.where(amax.isinf(), 128, exponent)
 
-    inverse = torch.where(amax.isinf(), 0, torch.ldexp(torch.ones_like(amax), -exponent))
+    inverse = torch.where(amax.isinf(), 0, (127 - exponent << 23).view(torch.float32))
     scaled = groups * inverse[..., None]
     codes = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     codes = torch.where(scaled.isnan(), 0x7F, codes).flatten(1).to(torch.uint8)
@@ -55,9 +55,10 @@ def my_dequantize_and_gather_k_cache(
         row, page, position = row[there], page[there], position[there]
 
         memory, data, scales = places(k_cache, page, position % block_size, block_size)
-        record, exponent = memory[data], memory[scales][:, :-1].float() - 127
+        record, scale_codes = memory[data], memory[scales][:, :-1].int()
         values = record[:, :NOPE].view(torch.float8_e4m3fn).float().unflatten(1, (-1, GROUP))
-        scale = torch.where(exponent == 128, torch.nan, torch.exp2(exponent))
+        bits = torch.where(scale_codes == 0, 1 << 22, scale_codes << 23)  # 0 is 2**-127
+        scale = torch.where(scale_codes == 255, torch.nan, bits.view(torch.float32))
         values = (values * scale[..., None]).flatten(1)
         bits = values.to(torch.bfloat16).view(torch.int16).masked_fill(values.isnan(), 0x7FFF)
         rope = record[:, NOPE:].contiguous().view(torch.int16)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def judge(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def judge(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Any]:
     """Runs `verify --impl` in this process: exit code, output, errors, the rows of the report."""
+    interpreted = os.environ.get("TRITON_INTERPRET")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")  # the command may set it
 
     def run(name: str, *options: str) -> tuple[int, str, str, list[dict[str, Any]]]:
@@ -69,7 +74,9 @@ def judge(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         rows = json.loads(file.read_text())["rows"] if file.exists() else []
         return code, " ".join(out.split()), err, rows
 
-    return run
+    yield run
+    if interpreted is None:  # on a GPU machine; the command may have chosen the interpreter
+        os.environ.pop("TRITON_INTERPRET", None)
 
 
 def report_of(rows: list[dict[str, Any]]) -> str:

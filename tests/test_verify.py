@@ -940,6 +940,91 @@ def test_ptx_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ptx" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "names"),
+    [
+        ((9, 0), None, ["sm_80", "sm_86", "sm_89", "sm_90"]),
+        ((8, 6), None, ["sm_80", "sm_86"]),
+        ((12, 0), None, ["sm_80", "sm_86", "sm_89", "sm_120"]),
+        ((9, 0), "6.4", None),
+        (None, None, None),
+    ],
+)
+def test_targets_whose_ptx_a_gpu_runs(
+    capability: Any, hip: Any, names: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones; none that is newer, and none whose PTX is for one architecture alone."""
+    from dsv4num.verify import ptx
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if names is None:
+        with pytest.raises(UnsupportedError, match="PTX needs an NVIDIA GPU"):
+            ptx.runnable()
+    else:
+        assert list(ptx.runnable()) == names
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--ptx", "sm_90"), "--ptx: got 'sm_90'; allowed: different ones of sm_80, sm_89"),
+        (("--ptx", "sm_80,sm_80"), "--ptx: got 'sm_80,sm_80'; allowed: different ones"),
+        (("--ptx", "sm_80,sm_89", "--json", "x"), "--json: got one file for 2 targets"),
+    ],
+)
+def test_ptx_that_cannot_run(
+    options: tuple[str, ...], text: str, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsv4num.verify import ptx
+
+    monkeypatch.setattr(command, "_choose_device", lambda asked: "cuda")
+    monkeypatch.setattr(ptx, "runnable", lambda: ("sm_80", "sm_89"))
+    code, _, err = verify("--op", "pack", *options)
+    assert code == 2 and text in err
+
+
+def test_the_environment_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked for its version; a machine that has no such command has an unknown one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    answer = subprocess.CompletedProcess([], 0, stdout="580.1\n580.1\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **keywords: answer)
+    found = report.environment("cuda")
+    assert (found["gpu"], found["driver"]) == ("NVIDIA H200", "580.1") and "cuda" in found
+
+    def absent(*arguments: Any, **keywords: Any) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    assert report.environment("cuda")["driver"] == "unknown"
+
+
+def test_a_machine_without_triton(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = command.importlib.util.find_spec
+    monkeypatch.setattr(
+        command.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
+    )
+    assert main(["verify", "--op", "pack"]) == 2
+    assert "verify needs triton: pip install" in capsys.readouterr().err
+
+
+def test_the_exhaustive_level_needs_a_gpu_or_a_part(verify: Any, device: str) -> None:
+    if device == "cpu":
+        code, _, err = verify("--level", "exhaustive")
+        assert code == 2 and "without a GPU it takes days" in err
+    case = ("--case", "every code", "--op", "decode", "--layout", "e2m1")
+    code, out, _ = verify("--level", "exhaustive", *case)
+    assert code == 0 and "0 mismatches" in out
+
+
+def test_variants_that_no_chosen_operation_has(verify: Any) -> None:
+    code, _, err = verify("--op", "pack", "--layout", "e2m1", "--variant", "v4")
+    assert code == 2 and "--variant: got 'v4'; allowed: a variant of the chosen operations" in err
+
+
 PTX = """
 import triton, triton.language as tl
 from triton import knobs
