@@ -28,14 +28,11 @@ def my_quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size):
     scaled = groups * inverse[..., None]
     codes = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     codes = torch.where(scaled.isnan(), 0x7F, codes).flatten(1).to(torch.uint8)
-    scale_codes = torch.nn.functional.pad(
-        (exponent + 127).to(torch.uint8), (0, 1)
-    )  # and the pad byte
 
     memory, data, scales = places(k_cache, slots // block_size, slots % block_size, block_size)
     rope = rows[:, NOPE:].contiguous().view(torch.uint8)
     memory[data] = torch.cat([codes, rope], 1)
-    memory[scales] = scale_codes
+    memory[scales] = torch.nn.functional.pad((exponent + 127).to(torch.uint8), (0, 1))  # pad byte 0
 
 
 def my_dequantize_and_gather_k_cache(

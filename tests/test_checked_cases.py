@@ -153,6 +153,25 @@ def test_a_profile(tmp_path: Path) -> None:
         case.check()
 
 
+def test_a_profile_of_other_places(tmp_path: Path) -> None:
+    """Rows that are inline where the layout has planes."""
+    path = tmp_path / "inline.toml"
+    path.write_text('[[writes]]\nlayouts = ["v4"]\ndialects = ["inline-read-as-segregated"]\n')
+    for case in cases(INSERT, "v4", profile=str(path)):
+        inputs = case.inputs
+        cache, slots, rows = inputs["k_cache"], inputs["slot_mapping"], inputs["block_size"]
+        limit = len(cache) * rows
+        records = reference.encode_records(inputs["k"], "v4")
+        for record, slot in zip(records, slots.tolist(), strict=False):
+            if 0 <= slot < limit:
+                page, row = divmod(slot, rows)
+                if cache.ndim == 3:
+                    cache[page, row] = record
+                else:
+                    cache[page, row * 584 : row * 584 + 584] = record
+        case.check()
+
+
 # --- wrong ones -----------------------------------------------------------------------
 
 
