@@ -283,16 +283,17 @@ class _Judge:
                 if path in refused:
                     continue
                 began = time.perf_counter()
+                if fill == FILLS[0]:
+                    row.cases += 1
+                    row.names.append(case.name)
                 try:
                     for run in self._runs(case, path):
                         self._compare(run, fill, expected, row)
                 except NotOffered as reason:
                     refused.add(path)
                     row.not_offered.append(str(reason))
-                else:
-                    if fill == FILLS[0]:
-                        row.cases += 1
-                        row.names.append(case.name)
+                    row.cases -= 1
+                    row.names.remove(case.name)
                 row.seconds += time.perf_counter() - began
 
     def _runs(self, case: Case, path: str) -> Iterator[_Run]:
@@ -321,13 +322,11 @@ class _Judge:
             returned = run.call(given)
             if options.device == "cuda":
                 torch.cuda.synchronize()
-        except (NotImplementedError, UnsupportedError) as error:
-            if self.other is None:
-                raise
-            raise NotOffered(_say(error)) from None
         except (Exception, SystemExit) as error:
             if self.other is None or isinstance(error, NotOffered):
                 raise
+            if isinstance(error, NotImplementedError | UnsupportedError):
+                raise NotOffered(_say(error)) from None
             row.runs += 1
             self._fail(run, 1, [f"raised {_say(error)}", self._place_of(error)], row)
             return
