@@ -6,6 +6,8 @@ module say what it takes, where that is not everything:
 
     DSV4NUM_ARRAYS = "numpy"                # NumPy arrays; without it torch tensors
     DSV4NUM_LAYOUTS = ("v4", "v41_mxfp8")   # layouts that it offers; without it all
+
+A function that has no parameter for the layout is taken for `v4`, or for those of DSV4NUM_LAYOUTS.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from dsv4num.verify.operations import OPERATIONS, Operation
 #: What the column of paths says of an implementation, but for the engine's two forms of one operation.
 IMPLEMENTATION = "impl"
 #: Why an operation has no function.
-ABSENT = "no function of this name"
+_ABSENT = "no function of this name"
 
 _INSERT, _GATHER = "quantize_and_insert_k_cache", "dequantize_and_gather_k_cache"
 _COMPRESS = "compress_norm_rope_store"
@@ -196,7 +198,7 @@ class Implementation:
         names = [operation, *(_STAGES.values() if operation == _COMPRESS else ())]
         offers = [self._offer(operation, self.prefix + name, "") for name in names]
         reasons = [self._refuses(offer, operation, variant) for offer in offers if offer]
-        return next(filter(None, reasons), ABSENT)
+        return next(filter(None, reasons), _ABSENT)
 
     def _offer(self, operation: str, name: str, path: str) -> Offer | None:
         """The function of a name, if there is one."""
