@@ -27,3 +27,7 @@ class ValueRangeError(ArgumentError):
 
 class UnsupportedError(Dsv4numError, RuntimeError):
     """The request is well formed, but this machine or this installation cannot serve it."""
+
+
+class MismatchError(Dsv4numError, AssertionError):
+    """What an implementation did is not what it should do: the report of a case of `dsv4num.cases`."""

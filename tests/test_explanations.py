@@ -39,10 +39,15 @@ from dsv4num.verify.operations import OPERATIONS, Operation
 NEVER = "bytes that were never written (the poison is still there)"
 NOTHING = "bytes written where the oracle writes nothing"
 OUTSIDE = "a write outside the rows that the operation owns"
-FOLLOW = "the scale is chosen differently, and the elements follow it"
+UNEXPLAINED = "  unexplained: no dialect, alone or in a pair, explains these bytes"
 ALONE = "the scale is chosen differently, and the elements do not follow it"
 ROUNDING = "rounding: every difference is one code (a tie rule, or one rounding too many)"
 UNKNOWN = "not recognised"
+
+
+def every(count: str, text: str) -> str:
+    """What is said where one dialect explains every byte."""
+    return f"every one of {count} is explained by: {text}"
 
 
 @cache
@@ -90,8 +95,12 @@ def explained(operation: Operation, case: Case, output: str, want: Any, got: Any
          r"codes\[\d+\] of x = 0x.... = .* with amax = 0x.... = .*: expected 0x.. = .*, got .*"),
         ("tile of half the size", QUANTIZE, "P1/64", "edges", "scale_codes", ALONE,
          r"scale_codes\[\d+\] of amax = 0x.... = .*: expected 0x.. = .*, got 0x.. = .*"),
-        ("floor on the scale", INSERT, "v4", "edges", "k_cache", FOLLOW, r"page \d+ slot \d+ row .*"),
-        ("scale code stored as a number", INSERT, "indexer_fp8", "edges", "k_cache", ALONE,
+        ("floor on the scale", INSERT, "v4", "edges", "k_cache",
+         every("212 differing bytes (205 nope, 7 scale)", "floor 1e-4 on the scale instead of on amax"),
+         r"page \d+ slot \d+ row .*"),
+        ("scale code stored as a number", INSERT, "indexer_fp8", "edges", "k_cache",
+         every("175 differing scale bytes",
+               "the fp32 scale holds the number of the UE8M0 code instead of 2^e"),
          r"page \d+ slot \d+ row \d+ scale\[0\]: expected 0x.{8} = [^,]*, got 0x4.{7} = \d+"),
         ("rope part left out", INSERT, "v4", "any bits", "k_cache", NEVER,
          r"page 0 slot \d+ row \d+ rope\[\d+\] \(dim \d+\): expected 0x.... = .*, got 0xA5A5 = -2.*"),
@@ -99,7 +108,8 @@ def explained(operation: Operation, case: Case, output: str, want: Any, got: Any
          r"page \d+ slot \d+ row \d+ pad\[0\]: expected 0x00, got 0xA5"),
         ("page padding cleared", INSERT, "v4", "any bits", "k_cache", OUTSIDE,
          r"page 0 byte 37376, owned by no row: expected 0xA5, got 0x00"),
-        ("nibbles swapped", INSERT, "v41_nvfp4", "any bits", "k_cache", "nibbles swapped",
+        ("nibbles swapped", INSERT, "v41_nvfp4", "any bits", "k_cache",
+         every("16,661 differing codes bytes", "nibbles swapped: the even element is in the high one"),
          r"page \d+ slot \d+ row \d+ codes\[\d+\] \(dim \d+\): expected 0x.. = \(.*, .*\), got .*"),
         ("gather clears the rest", GATHER, "v4", "tails at an offset", "out", NOTHING,
          r"request 0 row 0 dim 0: expected 0xA5A5 = -2.*, got 0x0000 = 0"),
@@ -107,8 +117,10 @@ def explained(operation: Operation, case: Case, output: str, want: Any, got: Any
          r"token 0 dim 0: expected 0xA5A5 = .*, got 0x0000 = 0"),
         ("kv rounded to bf16", SAVE, "csa", "plain", "state_cache", UNKNOWN,
          r"block \d+ row \d+ column \d+: expected 0x.{8} = .*, got 0x....0000 = .*"),
-        ("not rotated", LATENT, "v41_mxfp8", "ratio 2, fp32", "kv_cache", FOLLOW, r"page .*"),
-        ("not rotated", COMPRESS, "indexer_fp8", "csa decode", "kv_cache", UNKNOWN,
+        ("not rotated", LATENT, "v41_mxfp8", "ratio 2, fp32", "kv_cache",
+         every("1,027 differing bytes (1,024 codes, 3 scale)", "RoPE is not applied"), r"page .*"),
+        ("not rotated", COMPRESS, "indexer_fp8", "csa decode", "kv_cache",
+         every("126 differing codes bytes", "RoPE is not applied"),
          r"page \d slot \d+ row \d+ codes\[\d+\] \(dim \d+\): expected 0x.. = .*, got 0x.. = .*"),
         ("index of minus 1 is 0", GLOBAL, "bs64", "top-k 512", "indices", UNKNOWN,
          r"token 0 column \d+, index -\d+: expected 0xFFFFFFFF, got 0x.{8}"),
@@ -173,10 +185,16 @@ def test_reasons_that_no_mutant_has() -> None:
     of = (INSERT, "v4", "zeros", "k_cache")
     assert changed(*of, {scale + 7: 3})[-1] == "  likely: padding not written with its pad value"
     more = {scale + i: 3 for i in range(7)}  # 105 is 0x69, 106 is 0x6A
-    text = "the scale is chosen differently, always by +1, and the elements do not follow it"
-    assert changed(*of, more)[-1] == f"  likely: {text}"
+    lines = changed(*of, more)[-2:]
+    assert [line.split(": ", 2)[-1] for line in lines] == [
+        "the scale is another one by +1, the elements follow it, and the decoded values are equal",
+        "scale codes that are +1, while the elements do not follow",
+    ]
+    assert all("or: every one of 7 differing scale" in line for line in lines[1:])
     assert changed(*of, {page * 37440 + 64 * 584: 1})[-1] == f"  likely: {OUTSIDE}"
     assert changed(*of, {data: 0x80})[-1] == "  likely: the sign of zero"
+    both = changed(*of, {data: 0x80, page * 37440 + 64 * 584: 1})
+    assert both[-2:] == ["  likely: the sign of zero", f"  and: {OUTSIDE}"]
     # A code that the format does not have is shown as a byte.
     line = changed(ENCODE, "e2m1", "boundaries", "codes", {0: 0x10})[1]
     assert re.search(r": expected 0x0\d = [\d.]+, got 0x1\d$", line)
@@ -187,6 +205,6 @@ def test_many_mismatches() -> None:
     operation, case, want = expected(INSERT, "v4", "any bits")
     got = want["k_cache"] ^ np.uint8(0x11)
     lines = explained(operation, case, "k_cache", want["k_cache"], got)
-    assert lines[-2] == "  ... and more"
+    assert lines[-3:] == ["  ... and more", UNEXPLAINED, f"  and: {OUTSIDE}"]
     assert any("outside the cache" in line for line in lines)
     assert any("nope[" in line for line in lines) and any("rope[" in line for line in lines)

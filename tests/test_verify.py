@@ -10,6 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -58,7 +60,9 @@ def test_a_quick_run(verify: Any, device: str) -> None:
     assert heads in lines
     assert any(line[:3] == ["pack", "e2m1", "portable"] and line[6] == "0" for line in lines)
     words = " ".join(out.split())
-    assert f"dsv4num {dsv4num.__version__}" in words and f"torch {metadata.version('torch')}" in words
+    assert (
+        f"dsv4num {dsv4num.__version__}" in words and f"torch {metadata.version('torch')}" in words
+    )
     assert ", 0 mismatches, " in out.splitlines()[-1]
     assert ("Triton's interpreter" in out) == (device == "cpu")
 
@@ -83,7 +87,7 @@ def test_json(verify: Any, tmp_path: Path, device: str) -> None:
     row = found["rows"][-1]
     assert set(row) == {
         *("operation", "variant", "path", "cases", "names", "runs", "bytes", "mismatches"),
-        *("seconds", "failures"),
+        *("seconds", "failures", "not_offered"),
     }
     assert (row["operation"], row["variant"], row["path"]) == ("decode", "e2m1", "portable")
     assert row["cases"] == row["runs"] == 1 and row["bytes"] == 16 * 4 and row["failures"] == []
@@ -432,7 +436,7 @@ def edited(file: Path, change: Any) -> Path:
         (lambda r: r.update(level="full"), "got level full; allowed: quick, as in "),
         (lambda r: r.update(seed=3), "got seed 3; allowed: 0, as in "),
         (lambda r: r["environment"].update(triton="2.0"), "got environment.triton 2.0; allowed: "),
-        (lambda r: r["environment"].update(gpu="A"), "got environment.gpu A; allowed: None"),
+        (lambda r: r["environment"].update(gpu="A"), "got environment.gpu A; allowed: "),
         (lambda r: r["sources"].update({"gpu/a.py": "0"}), "got sources.gpu/a.py 0; allowed: None"),
         (lambda r: r["selection"].update(cases=["a"]), "got selection.cases ['a']; allowed: []"),
         (lambda r: r.update(shard="0/3"), "got shard 0/3 again, after "),
@@ -596,8 +600,11 @@ def test_what_the_command_asks_of_devices(
     assert asked == [(["4", "6"], options, (1, 2))]
 
 
-def test_a_process_for_each_device(verify: Any, tmp_path: Path) -> None:
-    """The devices of one shard out of two do together what that shard does alone."""
+def test_a_process_for_each_device(tmp_path: Path) -> None:
+    """The devices of one shard out of two do together what that shard does alone.
+
+    On the CPU, in processes of their own: this one may have chosen a GPU.
+    """
     options = ("--op", "unpack", "--op", "decode", "--path", "portable")
     given = ("--device", "cpu", "--jobs", "1", *options)
     ended: list[str] = []
@@ -605,7 +612,8 @@ def test_a_process_for_each_device(verify: Any, tmp_path: Path) -> None:
     found = devices.run_on_devices(["0", "1"], given, (1, 2), ended.append)
     joined.write_text(json.dumps(found))
     assert sorted(ended) == ["device 0", "device 1"]
-    assert verify(*options, "--shard", "1/2", "--json", str(alone))[0] == 0
+    command = (sys.executable, "-m", "dsv4num", "verify", *given, "--shard", "1/2")
+    assert run_in(PACKAGE.parent, *command, "--json", str(alone)).returncode == 0
     assert without_time(joined) == without_time(alone)
     assert found["shard"] == "1/2" and found["bytes"] > 0
 
@@ -653,7 +661,7 @@ FAULTS = [
         "((_ONE << (SHIFT - 1)) - 1) + odd)",
         "((_ONE << (SHIFT - 1)) - 1))",
         insert_of("v4", "wide"),
-        "rounding: every difference is one code",
+        "differing nope bytes is explained by: ties go toward zero instead of to even",
         rf"page \d+ slot \d+ row \d+ \w+\[\d+\] \(dim \d+\): {CODE}",
     ),
     Fault(
@@ -661,7 +669,7 @@ FAULTS = [
         "(low | (high << 4)).to(tl.uint8)",
         "(high | (low << 4)).to(tl.uint8)",
         insert_of("v41_nvfp4", "wide"),
-        "nibbles swapped",
+        "is explained by: nibbles swapped",
         r"page \d+ slot \d+ row \d+ \w+\[\d+\] \(dim \d+\): "
         r"expected 0x(.)(.) = \(-?[\d.]+, -?[\d.]+\), got 0x\2\1 = \(-?[\d.]+, -?[\d.]+\)$",
     ),
@@ -678,7 +686,7 @@ FAULTS = [
         "tl.store(cache_ptr + at + group, scale_codes.to(tl.uint8), mask=kept)",
         "tl.store(cache_ptr + at + group, (scale_codes + 1).to(tl.uint8), mask=kept)",
         insert_of("v41_mxfp8", "wide"),
-        "the scale is chosen differently, always by +1, and the elements do not follow it",
+        "or: the scale is chosen differently, always by +1, and the elements do not follow it",
         rf"page \d+ slot \d+ row \d+ \w+\[\d+\]: {CODE}",
     ),
     Fault(
@@ -686,7 +694,7 @@ FAULTS = [
         "RULE.floor) + carry) >> 23) - exponent",
         "RULE.floor) + carry) >> 23) - exponent + 1",
         insert_of("v41_mxfp8", "wide"),
-        "the scale is chosen differently, and the elements follow it",
+        "is explained by: qmax 224 instead of 448",  # which makes every scale one step larger
         r"page \d+ slot \d+ row \d+ \w+\[\d+\]",
     ),
     Fault(
@@ -904,9 +912,117 @@ def test_a_report_says_how_many_bytes_differ(verify: Any, monkeypatch: pytest.Mo
     assert "  ... and more" in lines and len(lines) <= 20
 
 
+@pytest.mark.parametrize("error", [NotImplementedError, UnsupportedError, RuntimeError])
+def test_a_kernel_that_raises(
+    error: type[Exception], verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernels offer everything: whatever they raise is a failure, and hides no other case."""
+
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise error("broken")
+
+    monkeypatch.setattr(dsv4num.gpu, "pack", fail)
+    code, out, _ = verify("--op", "pack", "--op", "unpack", "--path", "portable")
+    assert code == 1 and "1 mismatches" in out.splitlines()[-1]
+    assert "pack e2m1, case 'every pair' did not run" in out and f"{error.__name__}: broken" in out
+
+
+def test_a_process_of_ours_that_dies_ends_the_run() -> None:
+    options = runner.Options("cpu", operations=("pack",))
+    future: Future[Any] = Future()
+    future.set_exception(BrokenProcessPool("dead"))
+    with pytest.raises(BrokenProcessPool, match="dead"):
+        runner._rows_of(future, options, runner.Task("pack", "e2m1"))
+
+
 def test_ptx_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--device", "cpu", "--ptx", "sm_80", "--op", "exp32"]) == 2
     assert "--ptx" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "names"),
+    [
+        ((9, 0), None, ["sm_80", "sm_86", "sm_89", "sm_90"]),
+        ((8, 6), None, ["sm_80", "sm_86"]),
+        ((12, 0), None, ["sm_80", "sm_86", "sm_89", "sm_120"]),
+        ((9, 0), "6.4", None),
+        (None, None, None),
+    ],
+)
+def test_targets_whose_ptx_a_gpu_runs(
+    capability: Any, hip: Any, names: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones; none that is newer, and none whose PTX is for one architecture alone."""
+    from dsv4num.verify import ptx
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if names is None:
+        with pytest.raises(UnsupportedError, match="PTX needs an NVIDIA GPU"):
+            ptx.runnable()
+    else:
+        assert list(ptx.runnable()) == names
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--ptx", "sm_90"), "--ptx: got 'sm_90'; allowed: different ones of sm_80, sm_89"),
+        (("--ptx", "sm_80,sm_80"), "--ptx: got 'sm_80,sm_80'; allowed: different ones"),
+        (("--ptx", "sm_80,sm_89", "--json", "x"), "--json: got one file for 2 targets"),
+    ],
+)
+def test_ptx_that_cannot_run(
+    options: tuple[str, ...], text: str, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsv4num.verify import ptx
+
+    monkeypatch.setattr(command, "_choose_device", lambda asked: "cuda")
+    monkeypatch.setattr(ptx, "runnable", lambda: ("sm_80", "sm_89"))
+    code, _, err = verify("--op", "pack", *options)
+    assert code == 2 and text in err
+
+
+def test_the_environment_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked for its version; a machine that has no such command has an unknown one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    answer = subprocess.CompletedProcess([], 0, stdout="580.1\n580.1\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **keywords: answer)
+    found = report.environment("cuda")
+    assert (found["gpu"], found["driver"]) == ("NVIDIA H200", "580.1") and "cuda" in found
+
+    def absent(*arguments: Any, **keywords: Any) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    assert report.environment("cuda")["driver"] == "unknown"
+
+
+def test_a_machine_without_triton(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = command.importlib.util.find_spec
+    monkeypatch.setattr(
+        command.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
+    )
+    assert main(["verify", "--op", "pack"]) == 2
+    assert "verify needs triton: pip install" in capsys.readouterr().err
+
+
+def test_the_exhaustive_level_needs_a_gpu_or_a_part(verify: Any, device: str) -> None:
+    if device == "cpu":
+        code, _, err = verify("--level", "exhaustive")
+        assert code == 2 and "without a GPU it takes days" in err
+    case = ("--case", "every code", "--op", "decode", "--layout", "e2m1")
+    code, out, _ = verify("--level", "exhaustive", *case)
+    assert code == 0 and "0 mismatches" in out
+
+
+def test_variants_that_no_chosen_operation_has(verify: Any) -> None:
+    code, _, err = verify("--op", "pack", "--layout", "e2m1", "--variant", "v4")
+    assert code == 2 and "--variant: got 'v4'; allowed: a variant of the chosen operations" in err
 
 
 PTX = """

@@ -212,8 +212,8 @@ class _Call:
         import torch
 
         import dsv4num.gpu
+        from dsv4num.verify.call import tensor_of
         from dsv4num.verify.case import flat
-        from dsv4num.verify.runner import _tensor
 
         self.case = case
         self.function = getattr(dsv4num.gpu, operation)
@@ -221,7 +221,7 @@ class _Call:
         given = {**case.arguments, **case.keywords}
         for name, value in given.items():
             if isinstance(value, np.ndarray):
-                given[name] = _tensor(value, torch.from_numpy(flat(value)))
+                given[name] = tensor_of(value, torch.from_numpy(flat(value)))
         self.positional = [given.pop(name) for name in case.arguments]
         self.keywords = given
 

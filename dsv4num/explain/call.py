@@ -1,4 +1,7 @@
-"""A call of an operation that writes a cache, and why its bytes differ: for `verify` and for tests."""
+"""A call of an operation that writes a cache: why its bytes differ, and what other writers leave there.
+
+For `verify` and for tests: SPEC 5.1, 5.4 and 5.6, their arguments as the reference takes them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4num.arguments import check_cache
+from dsv4num.explain.encoder import Knobs, encode_under
 from dsv4num.explain.pages import Dump
 from dsv4num.explain.search import Explanation, explain_rows
 from dsv4num.explain.sources import Latents, Rows, Source, States
 from dsv4num.reference.record import describe
 
-__all__ = ["explain_call"]
+__all__ = ["CACHES", "explain_call", "write_call"]
+
+#: The operations that write records, and what they call the cache.
+CACHES = {
+    "quantize_and_insert_k_cache": "k_cache",
+    "rope_quant_insert": "kv_cache",
+    "compress_norm_rope_store": "kv_cache",
+}
 
 
 def explain_call(
@@ -40,25 +51,58 @@ def explain_call(
         >>> found.hypotheses[0].names
         ('floor-1e-4-on-scale',)
     """
-    given = dict(arguments)
+    if operation not in CACHES:
+        return None
+    dump = _dump(observed, operation, arguments)
+    return explain_rows(dump, _source(operation, arguments))
+
+
+def write_call(operation: str, arguments: Mapping[str, Any], knobs: Knobs) -> bool:
+    """Writes into the cache of a call what a writer with these knobs leaves there.
+
+    Args:
+        operation: its name in `dsv4num.reference`.
+        arguments: all its arguments by name, as `explain_call` takes them; the cache is written.
+        knobs: the writer's.
+
+    Returns:
+        Whether it is an operation of SPEC 5.1, 5.4 or 5.6; False for another one, which writes nothing.
+
+    Example:
+        >>> import ml_dtypes
+        >>> k, slots = np.zeros((1, 512), ml_dtypes.bfloat16), np.int64([0])
+        >>> cache = np.full((1, 1, 584), 0xA5, np.uint8)
+        >>> given = dict(k=k, k_cache=cache, slot_mapping=slots, block_size=1, layout="v4")
+        >>> write_call("quantize_and_insert_k_cache", given, Knobs(floor=1e-8, pad_written=False))
+        True
+        >>> cache[0, 0, 574:].tobytes().hex(" ")
+        '00 00 5c 5c 5c 5c 5c 5c 5c a5'
+    """
+    if operation not in CACHES:
+        return False
+    dump = _dump(arguments[CACHES[operation]], operation, arguments)
+    source = _source(operation, arguments)
+    source = source.part(np.flatnonzero(source.slots >= 0))
+    records = encode_under(source.values(knobs), dump.layout, knobs, bf16=source.bf16)
+    where = dump.offsets(source.slots, knobs)
+    dump.data[where[where >= 0]] = records[where >= 0]
+    return True
+
+
+def _source(operation: str, given: Mapping[str, Any]) -> Source:
+    """The rows of a call, where they come from and where they go."""
     if operation == "quantize_and_insert_k_cache":
         slots = given["slot_mapping"].astype(np.int64)
-        source: Source = Rows(given["k"][: len(slots)], slots)
-        rows = given.get("block_size", 64)
-    elif operation == "rope_quant_insert":
-        source, rows = _latents(given), given.get("kv_block_size")
-    elif operation == "compress_norm_rope_store":
-        names = ("state_cache", "token_to_req_indices", "positions", "slot_mapping", "block_table")
-        more = ("cos_sin_cache", "kv_slot_mapping", "rms_norm_weight", "rms_norm_eps")
-        shape = {name: given[name] for name in ("compress_ratio", "overlap")}
-        source = States.gathered(*(given[name] for name in (*names, *more)), **shape)
-        rows = given.get("kv_block_size")
-    else:
-        return None
-    return explain_rows(_dump(observed, rows, given.get("layout", "v4")), source)
+        return Rows(given["k"][: len(slots)], slots)
+    if operation == "rope_quant_insert":
+        return _latents(given)
+    names = ("state_cache", "token_to_req_indices", "positions", "slot_mapping", "block_table")
+    more = ("cos_sin_cache", "kv_slot_mapping", "rms_norm_weight", "rms_norm_eps")
+    shape = {name: given[name] for name in ("compress_ratio", "overlap")}
+    return States.gathered(*(given[name] for name in (*names, *more)), **shape)
 
 
-def _latents(given: dict[str, Any]) -> Latents:
+def _latents(given: Mapping[str, Any]) -> Latents:
     """The tokens of a call of `rope_quant_insert` that it stores."""
     slots = given["slot_mapping"].astype(np.int64)
     tokens, ratio = len(slots), given["compress_ratio"]
@@ -74,12 +118,14 @@ def _latents(given: dict[str, Any]) -> Latents:
     )
 
 
-def _dump(cache: NDArray[np.uint8], rows: int | None, layout: Any) -> Dump:
-    """A cache as a dump, with its own page stride."""
+def _dump(cache: NDArray[np.uint8], operation: str, given: Mapping[str, Any]) -> Dump:
+    """A cache as a dump of its own memory, with its own page stride."""
+    insert = operation == "quantize_and_insert_k_cache"
+    rows = given.get("block_size", 64) if insert else given.get("kv_block_size")
     block = cache.shape[1] if cache.ndim == 3 else rows
-    checked = check_cache(describe("k_cache", cache), block, layout, written=False)
-    size = (checked.num_blocks - 1) * checked.page_stride + checked.layout.owned_bytes(
-        checked.block_size
-    )
-    flat = np.lib.stride_tricks.as_strided(cache, (max(size, 0),), (1,))
-    return Dump(np.array(flat), checked.layout, checked.block_size, checked.page_stride)
+    described = describe(CACHES[operation], cache)
+    checked = check_cache(described, block, given.get("layout", "v4"), written=False)
+    owned = checked.layout.owned_bytes(checked.block_size)
+    size = max((checked.num_blocks - 1) * checked.page_stride + owned, 0)
+    flat = np.lib.stride_tricks.as_strided(cache, (size,), (1,))
+    return Dump(flat, checked.layout, checked.block_size, checked.page_stride)

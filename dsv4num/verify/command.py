@@ -54,6 +54,20 @@ def add_verify(subparsers: Any) -> None:
         default="",
         help="run what is generated for older targets, compiled by the driver: sm_80,sm_89",
     )
+    parser.add_argument(
+        "--impl", metavar="MODULE[:PREFIX]", help="another implementation, in place of the kernels"
+    )
+    parser.add_argument(
+        "--arrays",
+        choices=("torch", "numpy"),
+        help="what it takes (default: what it says, or torch)",
+    )
+    parser.add_argument(
+        "--profile", metavar="FILE.toml|NAME", help="the contract that --impl declares"
+    )
+    parser.add_argument(
+        "--profiles", action="store_true", help="list profiles and dialects, and run nothing"
+    )
     _add_outputs(parser)
     parser.set_defaults(func=verify)
 
@@ -81,10 +95,15 @@ def add_targets(subparsers: Any) -> None:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Runs the cases; 0 only if nothing differs."""
-    device = _choose_device(arguments.device)
+    if arguments.profiles:
+        return _list_profiles()
+    device = _choose_device(arguments.device or ("cpu" if arguments.arrays == "numpy" else None))
 
     from dsv4num.verify.merge import parse_shard
     from dsv4num.verify.runner import Options
+
+    if arguments.impl is not None:
+        device = _check_implementation(arguments, device)
 
     at_once = 16 if arguments.level == "exhaustive" else 8  # there the oracle is what takes time
     options = Options(
@@ -97,6 +116,9 @@ def verify(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         jobs=arguments.jobs or min(os.cpu_count() or 1, at_once),
         shard=parse_shard(arguments.shard) if arguments.shard is not None else (0, 1),
+        implementation=arguments.impl or "",
+        arrays=arguments.arrays or "",
+        profile=arguments.profile or "",
     )
     _check_options(arguments, options)
     code = 0
@@ -112,6 +134,40 @@ def _verify_one(console: Console, arguments: argparse.Namespace, options: Option
     else:
         whole = _run_here(console, options)
     return _conclude(console, whole, arguments.json, arguments.record)
+
+
+def _list_profiles() -> int:
+    """Prints the named profiles, and every dialect that a profile may name."""
+    from dsv4num.explain.dialects import DIALECTS
+    from dsv4num.formats import LAYOUTS
+    from dsv4num.verify.profile import load_profile, named_profiles
+
+    for name in named_profiles():
+        print(f"{name}: {load_profile(name).about}")
+    print()
+    for dialect in DIALECTS.values():
+        layout = next(layout for layout in LAYOUTS.values() if dialect.suits(layout))
+        print(f"{dialect.name}: {dialect.describe(layout)}")
+    return 0
+
+
+def _check_implementation(arguments: argparse.Namespace, device: str) -> str:
+    """Refuses what does not apply to another implementation; the device that it runs on."""
+    from dsv4num.verify.implementation import load_implementation
+    from dsv4num.verify.profile import load_profile
+
+    for option in ("path", "ptx", "record"):
+        if getattr(arguments, option):
+            given = "given with --impl"
+            raise ArgumentError(f"--{option}", given, "only for the kernels of this package")
+    found = load_implementation(arguments.impl, arguments.arrays or "")
+    if arguments.profile is not None:
+        load_profile(arguments.profile)
+    if found.arrays == "torch":
+        return device
+    if arguments.device == "cuda":
+        raise ArgumentError("--device", "cuda, for an implementation on NumPy arrays", "cpu")
+    return "cpu"
 
 
 def merge_reports(arguments: argparse.Namespace) -> int:
@@ -138,6 +194,9 @@ def _check_options(arguments: argparse.Namespace, options: Options) -> None:
     from dsv4num.verify.operations import OPERATIONS
     from dsv4num.verify.runner import selected
 
+    for option in ("arrays", "profile"):
+        if getattr(arguments, option) is not None and arguments.impl is None:
+            raise ArgumentError(f"--{option}", "given without --impl", "only with --impl")
     known = {variant for operation in OPERATIONS.values() for variant in operation.variants}
     for name in arguments.op:
         if name not in OPERATIONS:
@@ -197,11 +256,12 @@ def _run_here(console: Console, options: Options) -> Report:
     from dsv4num.verify import report
     from dsv4num.verify.runner import run, tasks
 
-    found = report.environment(options.device)
+    found = report.environment(options.device, kernels=not options.implementation)
     if options.ptx:
         found["ptx"] = options.ptx
+    found |= _described(options)
     _print_environment(console, found)
-    if options.device == "cpu":
+    if options.device == "cpu" and not options.implementation:
         console.print("no GPU: the portable path runs in Triton's interpreter", style="yellow")
     began = time.perf_counter()
     bar = Progress(
@@ -215,6 +275,21 @@ def _run_here(console: Console, options: Options) -> Report:
         task = bar.add_task("", total=len(tasks(options)))
         rows = run(options, lambda text: bar.update(task, description=text, advance=1))
     return report.as_json(options, rows, found, time.perf_counter() - began)
+
+
+def _described(options: Options) -> dict[str, str]:
+    """What is judged, and by which contract, where it is not the kernels and the oracle's."""
+    from dsv4num.verify.implementation import described, load_implementation
+
+    if not options.implementation:
+        return {}
+    found = load_implementation(options.implementation, options.arrays)
+    entries = {
+        "implementation": described(options.implementation, found),
+        "arrays": found.arrays,
+        "profile": options.profile,
+    }
+    return {name: text for name, text in entries.items() if text}
 
 
 def _run_on_devices(console: Console, arguments: argparse.Namespace, options: Options) -> Report:
@@ -234,8 +309,13 @@ def _run_on_devices(console: Console, arguments: argparse.Namespace, options: Op
         ("--path", options.paths),
     ):
         command += [word for name in names for word in (option, name)]
-    if options.ptx:
-        command += ["--ptx", options.ptx]
+    for option, value in (
+        ("--ptx", options.ptx),
+        ("--impl", options.implementation),
+        ("--arrays", options.arrays),
+        ("--profile", options.profile),
+    ):
+        command += [option, value] if value else []
     console.print(f"{len(devices)} devices, {jobs} processes each", highlight=False)
     began = time.perf_counter()
     whole = run_on_devices(
@@ -255,9 +335,11 @@ def _conclude(console: Console, whole: Report, json_file: Path | None, record: P
     ran = sum(row.runs for row in rows)
     if whole["shard"] == "0/1":  # a shard may have nothing to do
         for name in whole["selection"]["cases"]:
-            if ran and not any(name in row.names for row in rows):
+            if ran and not any(name in row.names or row.not_offered for row in rows):
                 raise ArgumentError("--case", repr(name), "a case of what was chosen")
-        if ran == 0:
+        if ran == 0 and whole["mismatches"] == 0:
+            for line in report.not_offered(rows):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             raise ArgumentError("selection", "no case", "options that select at least one case")
     report.print_table(console, rows)
     for row in rows:

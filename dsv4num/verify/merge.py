@@ -157,7 +157,7 @@ _ROW: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("operation", "variant", "path"), _is_text),
     **dict.fromkeys(("cases", "runs", "bytes", "mismatches"), _is_count),
     "seconds": _is_seconds,
-    "names": _is_texts,
+    **dict.fromkeys(("names", "not_offered"), _is_texts),
     "failures": lambda value: isinstance(value, list) and all(map(_is_texts, value)),
 }
 _REPORT: dict[str, Callable[[Any], bool]] = {

@@ -43,16 +43,17 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def environment(device: str) -> dict[str, str]:
-    """Versions and the device, as they were in this run."""
+def environment(device: str, *, kernels: bool = True) -> dict[str, str]:
+    """Versions and the device in this run, of the kernels or of another implementation."""
     import torch
 
     from dsv4num.gpu._target import target_of
 
+    on_cpu = device == "cpu" and not kernels
     found = {
         "dsv4num": dsv4num.__version__,
         "spec": dsv4num.SPEC_VERSION,
-        "arch": target_of(torch.device(device)).name,
+        "arch": "cpu" if on_cpu else target_of(torch.device(device)).name,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -95,19 +96,41 @@ def as_json(
 
 
 def print_table(console: Console, rows: list[Row]) -> None:
-    """One line per operation, variant and path."""
+    """One line per operation, variant and path that was run; then what was not offered."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("operation", "variant", "path"):
         table.add_column(heading, no_wrap=True)
     for heading in ("cases", "runs", "bytes", "mismatches", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
+        if row.not_offered and not row.runs and not row.mismatches:
+            continue
         style = "red" if row.mismatches else None
         numbers = (f"{row.cases}", f"{row.runs}", f"{row.bytes:,}", f"{row.mismatches:,}")
         table.add_row(
             row.operation, row.variant, row.path, *numbers, f"{row.seconds:.1f}", style=style
         )
     console.print(table)
+    for line in not_offered(rows):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def not_offered(rows: list[Row]) -> list[str]:
+    """One line per operation and reason, for all variants; operations of one reason share a line."""
+    variants: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        for reason in row.not_offered:
+            name = f"some cases of {row.variant}" if row.cases else row.variant
+            variants.setdefault((row.operation, reason), {})[name] = None
+    operations: dict[tuple[str, str], list[str]] = {}
+    for (operation, reason), names in variants.items():
+        whole = set(names) == {row.variant for row in rows if row.operation == operation}
+        key = (reason, "" if whole else ", ".join(names))
+        operations.setdefault(key, []).append(operation)
+    return [
+        f"not offered: {', '.join(names)}{f' ({of})' if of else ''}: {reason}"
+        for (reason, of), names in operations.items()
+    ]
 
 
 def is_whole(report: dict[str, Any]) -> bool:
@@ -129,8 +152,10 @@ def write_record(folder: Path, report: dict[str, Any]) -> Path:
     """Writes the record of proof of one architecture, `record_name`, and returns where it is.
 
     Raises:
-        ArgumentError: a report of a part.
+        ArgumentError: a report of a part, or of another implementation.
     """
+    if "implementation" in report["environment"]:
+        raise ArgumentError("--record", "a run of another implementation", "a run of the kernels")
     if not is_whole(report):
         raise ArgumentError("--record", "a part of the cases", "a run of everything")
     same = ("date", "environment", "level", "seed", "seconds", "bytes", "mismatches", "sources")

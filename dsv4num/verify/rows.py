@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """The result of one operation over one variant on one path."""
+    """The result of one operation over one variant on one path.
+
+    Attributes:
+        operation, variant, path: of what.
+        cases: how many were run, and `names` their names.
+        runs: calls of what is judged.
+        bytes: that were compared.
+        mismatches: bytes that differ, and calls that failed.
+        seconds: of both sides.
+        failures: the report of every run that failed.
+        not_offered: why another implementation did not do it: once for a case, or once for all.
+    """
 
     operation: str
     variant: str
@@ -20,6 +31,7 @@ class Row:
     seconds: float = 0.0
     names: list[str] = field(default_factory=list)
     failures: list[list[str]] = field(default_factory=list)
+    not_offered: list[str] = field(default_factory=list)
 
 
 def add_up(rows: Iterable[Row]) -> list[Row]:
@@ -35,4 +47,5 @@ def add_up(rows: Iterable[Row]) -> list[Row]:
         total.seconds += row.seconds
         total.names += row.names
         total.failures += row.failures
+        total.not_offered += row.not_offered
     return list(sums.values())

@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import shlex
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import dsv4num.gpu
-import dsv4num.reference
+from dsv4num.errors import UnsupportedError
 from dsv4num.gpu import Launch
-from dsv4num.gpu._target import Path, target_of
-from dsv4num.verify.case import Array, Block, Case, Level, flat, ready, rebase, start_of
-from dsv4num.verify.compare import differing_bytes, explain_mismatch
+from dsv4num.gpu._target import target_of
+from dsv4num.verify.call import (
+    FILLS,
+    Arrays,
+    Given,
+    Result,
+    differences,
+    expect,
+    fills_of,
+    give,
+    observe,
+    written_bytes,
+)
+from dsv4num.verify.case import Block, Case, Level, ready
+from dsv4num.verify.implementation import (
+    IMPLEMENTATION,
+    Implementation,
+    NotOffered,
+    load_implementation,
+)
 from dsv4num.verify.operations import OPERATIONS, Operation
+from dsv4num.verify.profile import Profile, load_profile
 from dsv4num.verify.rows import Row, add_up
-
-#: What outputs hold before a run. Two values, so that an unwritten byte cannot match twice.
-FILLS = (0xA5, 0x5A)
 
 #: The launch configurations of a case that sweeps, besides the default one.
 SWEEP = (
@@ -38,6 +53,8 @@ SWEEP = (
 
 #: Cases of the exhaustive level that a process takes at a time: a few seconds of work.
 _BLOCKS_PER_TASK = 32
+#: Failing runs of an operation, variant and path whose bytes are explained: those that are printed.
+EXPLAINED = 3
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,9 @@ class Options:
         jobs: processes to spread the operations and variants over.
         shard: (I, N): of the cases that are selected, only every Nth, those of the shard I in 0..N-1.
         ptx: an older NVIDIA architecture whose PTX is run in place of the device's own code, or "".
+        implementation: MODULE[:PREFIX] of what is held to the oracle in place of the kernels, or "".
+        arrays: what that one takes, or "" for what it says itself.
+        profile: a file or a name: the contract that it is held to, or "" for the oracle.
     """
 
     device: str
@@ -64,6 +84,9 @@ class Options:
     jobs: int = 1
     shard: tuple[int, int] = (0, 1)
     ptx: str = ""
+    implementation: str = ""
+    arrays: str = ""
+    profile: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,8 +99,8 @@ class Task:
     parts: int = 1
 
 
-def paths_of(device: str) -> tuple[Path, ...]:
-    """The paths that the device can take."""
+def paths_of(device: str) -> tuple[str, ...]:
+    """The paths that the kernels can take on the device."""
     return ("native", "portable") if target_of(torch.device(device)).native else ("portable",)
 
 
@@ -113,22 +136,46 @@ def run(options: Options, progress: Callable[[str], None] = lambda text: None) -
     """
     todo = tasks(options)
     found = []
-    if (options.jobs <= 1 or len(todo) <= 1) and not options.ptx:
+    # Another's code may end its process, so that where there may be several it never runs in this one.
+    alone = options.jobs <= 1 or (len(todo) <= 1 and not options.implementation)
+    if alone and not options.ptx:
         for task in todo:
             progress(f"{task.operation} {task.variant}")
             found += run_task(options, task)
         return add_up(found)
-    # Each process imports triton anew, with the environment that chose the interpreter or the GPU.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, spawn, _begin_process, (options.ptx,)) as pool:
+    with _processes(options, options.jobs) as pool:
         # The registry ends with the operations that take longest: they start first.
         futures = {pool.submit(run_task, options, task): task for task in reversed(todo)}
         for future in as_completed(futures):
             task = futures[future]
             progress(f"{task.operation} {task.variant}")
-        for future in reversed(futures):
-            found += future.result()
+    for future, task in reversed(futures.items()):
+        found += _rows_of(future, options, task)
     return add_up(found)
+
+
+def _processes(options: Options, jobs: int) -> ProcessPoolExecutor:
+    """Processes that import triton anew, with the environment that chose the interpreter or the GPU."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, spawn, _begin_process, (options.ptx,))
+
+
+def _rows_of(future: Future[list[Row]], options: Options, task: Task) -> list[Row]:
+    """The rows of a task. Where a process died, all that had not ended run again, each in its own."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        if not options.implementation:
+            raise
+    with _processes(options, 1) as pool:
+        try:
+            return pool.submit(run_task, options, task).result()
+        except BrokenProcessPool:
+            text = f"{task.operation} {task.variant}: the process died while it ran its cases"
+            hint = "  --jobs 1 --case NAME runs one of them in the process of the command"
+            row = Row(task.operation, task.variant, IMPLEMENTATION, mismatches=1)
+            row.failures.append([text, hint])
+            return [row]
 
 
 def _begin_process(ptx: str) -> None:
@@ -139,32 +186,26 @@ def _begin_process(ptx: str) -> None:
         install(ptx)
 
 
-def run_pair(options: Options, name: str, variant: str) -> list[Row]:
-    """Runs the cases of one operation over one variant: one row per path."""
-    return run_task(options, Task(name, variant))
-
-
 def run_task(options: Options, task: Task) -> list[Row]:
     """Runs the cases of a task: one row per path."""
     operation, variant = OPERATIONS[task.operation], task.variant
-    paths = [p for p in paths_of(options.device) if not options.paths or p in options.paths]
-    rows = {path: Row(operation.name, variant, path) for path in paths}
+    judge = _Judge(options, operation, variant)
     for index, block in enumerate(_blocks(operation, variant, options)):
-        if index % task.parts != task.part:
+        if index % task.parts != task.part or not judge.rows:
             continue
         case = block.make()
         if case.large and options.device != "cuda":
             continue
         try:
-            run_case(operation, variant, case, options, rows)
+            judge.run(case)
         except Exception:  # one case that cannot run must not hide the others
             lines = traceback.format_exc().splitlines()[-3:]
-            for row in rows.values():
+            for row in judge.rows.values():
                 row.mismatches += 1
                 row.failures.append(
                     [f"{operation.name} {variant}, case '{case.name}' did not run", *lines]
                 )
-    return list(rows.values())
+    return judge.found
 
 
 def _blocks(operation: Operation, variant: str, options: Options) -> Iterator[Block]:
@@ -180,159 +221,178 @@ def _blocks(operation: Operation, variant: str, options: Options) -> Iterator[Bl
         assert operation.exhaustive is not None  # `selected` leaves the others out
         blocks = operation.exhaustive(variant)
     else:
-        blocks = map(ready, operation.cases(variant, options.level, options.seed))
+        cases = operation.cases(variant, options.level, options.seed)
+        profile = _profile_of(options)
+        blocks = map(ready, profile.cases(operation.name, cases) if profile else cases)
     for index, block in enumerate(blocks, start=place):
         if index % shards == shard and (not options.cases or block.name in options.cases):
             yield block
 
 
-def run_case(
-    operation: Operation, variant: str, case: Case, options: Options, rows: dict[Path, Row]
-) -> None:
-    """Runs one case on every path, under every launch and fill."""
-    for fill in FILLS if case.outputs else FILLS[:1]:
-        expected = _run_reference(operation, case, fill)
-        for path, row in rows.items():
-            began = time.perf_counter()
-            if fill == FILLS[0]:
-                row.cases += 1
-                row.names.append(case.name)
-            for launch in (Launch(path=path), *_sweep(case, path)):
-                observed = _run_device(operation, case, fill, options.device, launch)
-                row.runs += 1
-                _compare(operation, variant, case, options, launch, fill, expected, observed, row)
-            row.seconds += time.perf_counter() - began
-
-
-def _sweep(case: Case, path: Path) -> list[Launch]:
-    if not case.sweep:
-        return []
-    return [replace(launch, path=path) for launch in SWEEP]
+def _profile_of(options: Options) -> Profile | None:
+    return load_profile(options.profile) if options.profile else None
 
 
 @dataclass
-class _Result:
-    """The buffers after a run, by name, and where each array starts in its buffer."""
+class _Run:
+    """One call of what is judged.
 
-    buffers: dict[str, NDArray[np.uint8]]
-    starts: dict[str, int]
+    Attributes:
+        heading: completes "operation variant, case 'name', ...".
+        arrays: what it takes.
+        call: calls it, and returns what it returned.
+        case: the case, its caches in the form that the function takes.
+    """
 
-
-def _run_reference(operation: Operation, case: Case, fill: int) -> _Result:
-    given = {**case.arguments, **case.keywords}
-    call: dict[str, Any] = {**given, **case.reference}
-    for name, value in call.items():
-        if isinstance(value, np.ndarray):
-            buffer = flat(value).copy()
-            if name in case.outputs:
-                buffer[:] = fill
-            call[name] = rebase(value, buffer)
-    function = getattr(dsv4num.reference, operation.name)
-    positional = [call.pop(name) for name in case.arguments]
-    returned = function(*positional, **call)
-    written = dict(zip(case.arguments, positional, strict=True))
-    if case.restore is not None:
-        blank = {
-            name: rebase(written[name], np.full_like(flat(written[name]), fill))
-            for name in case.outputs
-        }
-        case.restore({name: written[name] for name in case.outputs}, blank)
-    result = _Result({}, {})
-    for name, value in given.items():
-        if isinstance(value, np.ndarray):
-            # An argument that is not written must come back as it was given to the kernels.
-            changed = name in case.outputs or name in case.updated
-            result.buffers[name] = flat(written[name]) if changed else flat(value)
-            result.starts[name] = start_of(value)
-    return _with_returned(result, operation, returned)
+    heading: str
+    arrays: Arrays
+    call: Callable[[Given], Any]
+    case: Case
 
 
-def _run_device(
-    operation: Operation, case: Case, fill: int, device: str, launch: Launch
-) -> _Result:
-    buffers: dict[str, torch.Tensor] = {}
-    starts: dict[str, int] = {}
-    call: dict[str, Any] = {**case.arguments, **case.keywords}
-    for name, value in call.items():
-        if isinstance(value, np.ndarray):
-            buffers[name] = torch.from_numpy(flat(value).copy()).to(device)
-            if name in case.outputs:
-                buffers[name].fill_(fill)
-            starts[name] = start_of(value)
-            call[name] = _tensor(value, buffers[name])
-    function = getattr(dsv4num.gpu, operation.name)
-    if "launch" in inspect.signature(function).parameters:
-        call["launch"] = launch
-    positional = [call.pop(name) for name in case.arguments]
-    returned = function(*positional, **call)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    result = _Result({name: buffer.cpu().numpy() for name, buffer in buffers.items()}, starts)
-    return _with_returned(result, operation, returned)
+class _Judge:
+    """Holds the kernels, or an implementation, to what must be there: an operation over a variant.
 
+    Attributes:
+        found: all rows.
+        rows: those of the paths that can run, by name.
+    """
 
-def _with_returned(result: _Result, operation: Operation, returned: Any) -> _Result:
-    values = returned if isinstance(returned, tuple) else (returned,)
-    for name, value in zip(operation.returns, values, strict=False):
-        if isinstance(value, torch.Tensor):
-            value = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
-            value = value.cpu().numpy()
-        result.buffers["-> " + name] = np.ascontiguousarray(value).view(np.uint8).ravel()
-        result.starts["-> " + name] = 0
-    return result
-
-
-def _tensor(view: Array, buffer: torch.Tensor) -> torch.Tensor:
-    """The tensor with the geometry of a placed array, inside a buffer on the device."""
-    if view.dtype == ml_dtypes.bfloat16:
-        dtype = torch.bfloat16
-    else:
-        kinds = {np.dtype(np.uint8): torch.uint8, np.dtype(np.uint16): torch.int16}
-        dtype = kinds.get(view.dtype) or torch.from_numpy(np.empty(0, view.dtype)).dtype
-    typed = buffer.view(dtype)
-    strides = [stride // view.itemsize for stride in view.strides]
-    return typed.as_strided(view.shape, strides, start_of(view) // view.itemsize)
-
-
-def _compare(
-    operation: Operation,
-    variant: str,
-    case: Case,
-    options: Options,
-    launch: Launch,
-    fill: int,
-    expected: _Result,
-    observed: _Result,
-    row: Row,
-) -> None:
-    for name, want in expected.buffers.items():
-        got = observed.buffers[name]
-        written = name in case.outputs or name in case.updated or name.startswith("-> ")
-        if written:
-            row.bytes += len(want)
-        if len(want) == len(got) and np.array_equal(want, got):
-            continue
-        if not written:
-            row.mismatches += len(differing_bytes(want, got))
-            lines = [f"{name}: the operation changed its input"]
-        elif len(want) != len(got):
-            row.mismatches += abs(len(want) - len(got))
-            lines = [f"{name}: {len(got)} bytes returned, {len(want)} expected"]
+    def __init__(self, options: Options, operation: Operation, variant: str) -> None:
+        self.options, self.operation, self.variant = options, operation, variant
+        self.profile = _profile_of(options)
+        self.other: Implementation | None = None
+        if options.implementation:
+            self.other = load_implementation(options.implementation, options.arrays)
+            self.offers = {each.path: each for each in self.other.offers(operation.name, variant)}
+            paths: Iterable[str] = self.offers
         else:
-            row.mismatches += len(differing_bytes(want, got))
-            poison = fill if name in case.outputs else None
-            output = name.removeprefix("-> ")
-            lines = explain_mismatch(
-                operation, case, output, expected.starts[name], want, got, poison
+            paths = (p for p in paths_of(options.device) if p in (options.paths or (p,)))
+        self.rows = {path: Row(operation.name, variant, path) for path in paths}
+        self.found = list(self.rows.values())
+        if not self.rows and self.other is not None:
+            reason = self.other.why_not(operation.name, variant)
+            self.found = [Row(operation.name, variant, IMPLEMENTATION, not_offered=[reason])]
+
+    def run(self, case: Case) -> None:
+        """Runs one case on every path, under every launch and fill."""
+        refused: set[str] = set()
+        for fill in fills_of(case):
+            expected = expect(self.operation, case, fill, self.profile)
+            for path, row in self.rows.items():
+                if path in refused:
+                    continue
+                began = time.perf_counter()
+                if fill == FILLS[0]:
+                    row.cases += 1
+                    row.names.append(case.name)
+                try:
+                    for run in self._runs(case, path):
+                        self._compare(run, fill, expected, row)
+                except NotOffered as reason:
+                    refused.add(path)
+                    row.not_offered.append(str(reason))
+                    row.cases -= 1
+                    row.names.remove(case.name)
+                row.seconds += time.perf_counter() - began
+
+    def _runs(self, case: Case, path: str) -> Iterator[_Run]:
+        """The calls of a case on a path."""
+        if self.other is not None:
+            offer = self.offers[path]
+            adapted = offer.adapted(case)
+            rename = self.profile.layouts if self.profile else {}
+            yield _Run(
+                offer.name,
+                self.other.arrays,
+                lambda given: offer.call(self.operation, adapted, given, rename),
+                adapted,
             )
-        row.failures.append(
-            [
-                f"{operation.name} {variant}, case '{case.name}', {launch.path} path, "
-                f"rows {launch.rows or 'default'}, warps {launch.num_warps or 'default'}",
-                *lines,
-                f"  reproduce: python -m dsv4num verify --device {options.device} --level "
-                f"{options.level} --op {operation.name} --variant {variant} --case '{case.name}' "
-                f"--path {launch.path} --seed {options.seed}"
-                + (f" --ptx {options.ptx}" if options.ptx else ""),
-            ]
+            return
+        for launch in (Launch(), *(SWEEP if case.sweep else ())):
+            heading = f"{path} path, rows {launch.rows or 'default'}, "
+            heading += f"warps {launch.num_warps or 'default'}"
+            call = _kernel(self.operation, case, replace(launch, path=path))
+            yield _Run(heading, "torch", call, case)
+
+    def _compare(self, run: _Run, fill: int, expected: Result, row: Row) -> None:
+        options, operation, case = self.options, self.operation, run.case
+        given = give(case, fill, run.arrays, options.device)
+        try:
+            returned = run.call(given)
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+        except (Exception, SystemExit) as error:
+            if self.other is None or isinstance(error, NotOffered):
+                raise
+            if isinstance(error, NotImplementedError | UnsupportedError):
+                raise NotOffered(_say(error)) from None
+            row.runs += 1
+            self._fail(run, 1, [f"raised {_say(error)}", self._place_of(error)], row)
+            return
+        observed = observe(operation, given, returned, expected)
+        row.runs += 1
+        row.bytes += written_bytes(case, expected)
+        found = differences(
+            operation,
+            case,
+            fill,
+            expected,
+            observed,
+            profile=self.profile,
+            explained=len(row.failures) < EXPLAINED,
         )
+        for difference in found:
+            self._fail(run, difference.count, difference.lines, row)
+
+    def _place_of(self, error: BaseException) -> str:
+        """Where an implementation raised: the innermost line of its own module, if there is one."""
+        frames = traceback.extract_tb(error.__traceback__)
+        source = self.other and getattr(self.other.module, "__file__", None)
+        frame = next((f for f in reversed(frames) if f.filename == source), frames[-1])
+        return f"  in {frame.name}, {PurePath(frame.filename).name} line {frame.lineno}"
+
+    def _fail(self, run: _Run, count: int, lines: list[str], row: Row) -> None:
+        """Adds a failure."""
+        row.mismatches += count
+        heading = f"{self.operation.name} {self.variant}, case '{run.case.name}', {run.heading}"
+        row.failures.append([heading, *lines, self._reproduce(run.case, row.path)])
+
+    def _reproduce(self, case: Case, path: str) -> str:
+        """The command that runs a case again."""
+        options = self.options
+        text = (
+            f"  reproduce: python -m dsv4num verify --device {options.device} --level {options.level} "
+            f"--op {self.operation.name} --variant {self.variant} --case '{case.name}' "
+        )
+        if self.other is None:
+            text += f"--path {path} "
+        text += f"--seed {options.seed}"
+        for option, value in (
+            ("--ptx", options.ptx),
+            ("--impl", options.implementation),
+            ("--arrays", options.arrays),
+            ("--profile", options.profile),
+        ):
+            text += f" {option} {shlex.quote(value)}" if value else ""
+        return text
+
+
+def _say(error: BaseException) -> str:
+    """The name of an error and the first line of its message."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
+def _kernel(operation: Operation, case: Case, launch: Launch) -> Callable[[Given], Any]:
+    """The call of a kernel under a launch."""
+
+    def call(given: Given) -> Any:
+        function = getattr(dsv4num.gpu, operation.name)
+        values = dict(given.values)
+        if "launch" in inspect.signature(function).parameters:
+            values["launch"] = launch
+        positional = [values.pop(name) for name in case.arguments]
+        return function(*positional, **values)
+
+    return call
