@@ -418,7 +418,7 @@ def test_infinite_amax_of_other_rules() -> None:
     infinite = np.array([np.inf], np.float32)
     for name, code in [
         *(("P2/64", 255), ("M2/32", 254), ("M4/32", 255), ("N3/16", 0x7E), ("N4/16", 0x7E)),
-        *(("S1/16", 0x7FFF), ("F2/128", 0x7F7FFFFF)),
+        *(("S1/16", 0x7FFF), ("F2/128", 0x7F800000)),
     ]:
         assert encode_scale(infinite, name).tolist() == [code], name
 
