@@ -119,6 +119,8 @@ def _check(
         scale_codes >>= mantissa
     elif rule.scale.width > 8:
         infinite = ~np.isfinite(scales)
+        if rule.scale is BF16:
+            wrong["scale power"] = (scale_codes & 0x7F != 0) & ~infinite
     wrong["scale range"] = ((scale_codes < low) | (scale_codes > high)) & ~infinite
     if rule.zero_scale is not None:
         wrong["scale range"] &= scales != np.float32(rule.zero_scale)
