@@ -174,6 +174,38 @@ def test_a_pair_is_named_first(name: str, pair: tuple[str, str]) -> None:
     assert set(found.hypotheses[0].names) == set(pair), found.lines()
 
 
+@pytest.mark.parametrize(
+    ("name", "dialects"),
+    [
+        (
+            "v32_fp8",
+            ("floor-1e-4-on-amax", "big-endian", "scale-word-code-number", "slot-plus-one"),
+        ),
+        ("v32_fp8_norope", ("segregated-read-as-inline", "no-floor", "scale-word-code-repeated")),
+        ("v32_nvfp4", ("scales-in-order", "nibbles-swapped", "nibbles-halves")),
+        ("v4_two_pools", ("floor-1e-4-on-scale", "no-floor-zero-is-one", "fnuz-read-as-ocp")),
+        ("v4_trtllm", ("inline-read-as-segregated", "rows-per-page-half", "big-endian")),
+        ("indexer_fp8_mx", ("scale-word-fp32", "rows-per-page-twice")),
+        ("indexer_fp8_tiles", ("rows-in-order-read-as-tiles", "scale-word-code-repeated")),
+        ("v41_mxfp8_ascend", ("floor-1e-4-on-scale", "big-endian")),
+        ("ggml_fp4_b16_e4m3", ("nibbles-group-halves", "negative-zero-dropped")),
+    ],
+)
+def test_expected_bytes_alone(name: str, dialects: tuple[str, ...]) -> None:
+    """Without the input rows, too."""
+    layout = get_layout(name)
+    rows = np.random.RandomState(1).standard_normal((TOKENS, layout.head_dim))
+    rows *= np.exp2(np.arange(TOKENS)[:, None] % 9 - 4)
+    rows[::5] = 0
+    rows[::5, ::2] = -0.0
+    rows[3::7] *= 2.0**-12
+    source = Rows(rows.astype(BF16), np.arange(TOKENS))
+    right = planted(name, source)
+    for dialect in dialects:
+        found = explain_expected(planted(name, source, dialect), right)
+        assert found.hypotheses and found.hypotheses[0].names == (dialect,), found.lines()
+
+
 @pytest.mark.parametrize("name", WILD_LAYOUTS)
 def test_right_bytes_and_damage(name: str) -> None:
     source = rows_of(name, True)
