@@ -410,7 +410,7 @@ def test_rows_and_block_sizes() -> None:
     with pytest.raises(ArgumentError, match="block_size"):
         convert(dump, layout, 0)
     for rows in (1 << 50, 1 << 62):
-        with pytest.raises(ArgumentError, match="block_size: got .*: 1 pages of .* into memory"):
+        with pytest.raises(ArgumentError, match=r"block_size: got .*: 1 pages of .* into memory"):
             convert(dump, layout, rows)
 
 
