@@ -28,6 +28,7 @@ from dsv4num.explain.decoded import values_of
 from dsv4num.explain.dialects import clash
 from dsv4num.explain.probes import probe_rows
 from dsv4num.explain.search import separate
+from dsv4num.formats import WILD_LAYOUTS
 from dsv4num.reference import (
     build_cos_sin_cache,
     compress_norm_rope_store,
@@ -202,7 +203,8 @@ def test_every_dialect_applies_somewhere():
         *(
             {d.name for s in sources(name).values() for d in dialects_of(get_layout(name), s.kinds)}
             for name in LAYOUTS
-        )
+        ),
+        *({d.name for d in dialects_of(layout)} for layout in WILD_LAYOUTS.values()),
     )
     assert used == set(DIALECTS)
 

@@ -13,6 +13,7 @@ import pytest
 
 from dsv4num.cli import main
 from dsv4num.errors import ArgumentError, ValueRangeError
+from dsv4num.explain import DIALECTS
 from dsv4num.explain.files import load_array, save_array
 from dsv4num.explain.pages import Dump
 from dsv4num.formats import LAYOUTS, WILD_LAYOUTS, Layout, get_layout
@@ -201,11 +202,16 @@ def test_what_differs_in_words() -> None:
     small = said("indexer_mxfp4_slots8", "indexer_mxfp4", 8)
     assert "bytes 0, 128, 400 (tiles)" in small
     assert "two pages of ones: byte 16" not in small  # all codes are 66
-    assert (
-        compare(get_layout("v32_fp8_planes"), get_layout("v32_fp8"), 2)
-        .differences[2]
-        .endswith("bytes 0, 16 (tiles), byte 656 * r")
-    )
+    planes = compare(get_layout("v32_fp8_planes"), get_layout("v32_fp8"), 2)
+    assert "codes: row r begins at bytes 0, 16 (tiles), byte 656 * r" in planes.differences
+
+
+def test_readme_says_what_differs_and_how_many_there_are() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    lines = compare(get_layout("v4"), get_layout("trtllm:footer_scale_kv")).lines()
+    assert "\n".join(["$ dsv4num layout v4 --vs trtllm:footer_scale_kv", *lines]) + "\n" in text
+    assert f"the registry holds {len(WILD_LAYOUTS)} that public engines" in text
+    assert f"`explain` tries {len(DIALECTS)} named dialects" in text
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -226,6 +232,10 @@ def test_vs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, text in [
         (["layout", "--list", "--vs", "v4"], "--vs: got 'v4'; allowed: a NAME to compare with"),
         (["layout", "v4", "--vs", "v5"], "layout: got 'v5'"),
+        (
+            ["layout", "v4", "--vs", "v4_fnuz", "--block-size", "9999"],
+            "block_size: got 9999; allow",
+        ),
         (["layout", "v4", "--vs", "indexer_mxfp4_slots8"], "block_size: got 64; allowed: 8"),
         (
             ["layout", "indexer_fp8_tiles", "--block-size", "8"],
@@ -399,6 +409,9 @@ def test_rows_and_block_sizes() -> None:
         convert(dump, layout, slots=np.int64([1, 1]))
     with pytest.raises(ArgumentError, match="block_size"):
         convert(dump, layout, 0)
+    for rows in (1 << 50, 1 << 62):
+        with pytest.raises(ArgumentError, match=r"block_size: got .*: 1 pages of .* into memory"):
+            convert(dump, layout, rows)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".npy", ".npz", ".npz:file", ".safetensors:layer 0"])
@@ -440,9 +453,9 @@ def test_pools_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for argv, text in [
         (
             [str(source), "x", "--from", "v4", "--to", "v4_two_pools"],
-            "TARGET: got 1 file; allowed: 2",
+            "x: got 1 file; allowed: 2",
         ),
-        (["a,b,c", "x", "--from", "v4_two_pools", "--to", "v4"], "SOURCE: got 3 files; allowed: 2"),
+        (["a,b,c", "x", "--from", "v4_two_pools", "--to", "v4"], "a,b,c: got 3 files; allowed: 2"),
         ([str(source), str(source), "--from", "v4", "--to", "v4"], "TARGET: got "),
         ([str(source), "x.pt", "--from", "v4", "--to", "v4"], "x.pt: got a file of torch"),
         ([str(source), f"{tmp_path}/no/x", "--from", "v4", "--to", "v4"], f"{tmp_path}/no/x: got"),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dsv4num import LAYOUTS, RULES, SPEC_VERSION, get_layout, get_rule, get_scalar
-from dsv4num.formats import layout_of_width
-from dsv4num.reference import encode, encode_records, quantize
+from dsv4num.formats import WILD_LAYOUTS, WILD_RULES, layout_of_width
+from dsv4num.reference import encode, encode_records, encode_scale, quantize
 
 ROOT = Path(__file__).parent.parent
 SPEC = (ROOT / "SPEC.md").read_text(encoding="utf-8")
@@ -131,6 +131,48 @@ def test_rule_table():
         bits = int(re.search(r"`([0-9A-F]{8})`", floors[name[:2]])[1], 16)
         assert np.uint32(bits).view(np.float32) == np.float32(rule.floor)
         assert floors[name[:2]].endswith(rule.floor_place)
+
+
+def test_table_of_other_rules():
+    (rows,) = tables("3.6")
+    named = [name.strip() for row in rows for name in row[0].split(",")]
+    assert named == list(dict.fromkeys(named)) and set(named) == set(WILD_RULES)
+    for names, _, zeros in rows:
+        codes = re.findall(r"`([0-9A-F]+)`", zeros)
+        rules = [get_rule(name.strip()) for name in names.split(",")]
+        assert all(rule.clause == "3.6" for rule in rules)
+        for rule, code in zip(rules, codes * len(rules) if len(codes) == 1 else codes, strict=False):
+            assert encode_scale(np.zeros(1, np.float32), rule).tolist() == [int(code, 16)], rule.name
+    for name, bits in re.findall(r"fp32\((1e-\d+)\) = `([0-9A-F]+)`", clause("3.6")):
+        assert np.float32(float(name)).view(np.uint32) == int(bits, 16)
+
+
+def test_layouts_in_the_wild():
+    """The names of 4.6, its formulas in an example, and the fingerprint of 4.7."""
+    text = clause("4.6") + clause("4.7")
+    for name in re.findall(r"`(\w+(?:@\w+)?)`", text):
+        assert name in ("NAME@RULE", "5e2cfde5841d6299") or get_layout(name)
+    assert f"`{get_layout('v4').fingerprint()}`" in clause("4.7")
+    tiles, permuted = get_layout("indexer_fp8_tiles"), get_layout("v32_nvfp4")
+    for r, b in ((0, 17), (5, 3), (33, 127)):
+        at = (r // 16 * 8 + b // 16) * 256 + r % 16 * 16 + b % 16
+        assert tiles.byte_offset(r, "codes", 64, entry=b) == at
+    for s in range(32):
+        assert permuted.byte_offset(0, "scale", 64, entry=s) == 320 + 8 * (s % 4) + s // 4
+
+
+def test_the_list_of_layouts_in_the_wild():
+    """docs/layouts.md has a line for each, with its width and evidence."""
+    text = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\w+) \| (.*?) \| ([STD]) \|$", text, re.M)
+    listed = {name: (int(width), form, rule, seen) for name, width, form, rule, seen in rows}
+    assert list(listed) == list(WILD_LAYOUTS)
+    for name, (width, form, rules, seen) in listed.items():
+        layout = get_layout(name)
+        own = [layout.rule.family] if layout.rule else []
+        families = [*own, *(r.family for r, _ in layout.writers if r != layout.rule)]
+        assert (width, form, seen) == (layout.row_bytes, layout.form, layout.evidence)
+        assert rules == (", ".join(families) or "none")
 
 
 def test_widths():

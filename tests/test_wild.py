@@ -337,6 +337,28 @@ def test_divided_by_six_or_multiplied() -> None:
     assert {int(encode_scale(amax, r)[0]) for r in ("N1/16", "N2/16")} == {9, 10}
 
 
+def test_scales_of_one_layout_read_by_another() -> None:
+    """528 bytes whose last 16 are four fp32 numbers or sixteen UE8M0 codes."""
+    record = encode_records(np.ones((1, 512), np.float32), "v32_fp8_norope@F3")
+    scales = record[0, 512:516].astype(np.int64) - 127
+    assert scales.tolist() == [-90, -54, -109, -68]
+    record = encode_records(np.ones((1, 512), np.float32), "v32_fp8_norope")
+    assert (record[0, 512:516].astype(np.int64) - 127).tolist() == [-127, -127, 1, -68]
+    values = decode_records(record, "v41_mxfp8")[0, [0, 32, 64, 96]].astype(np.float64)
+    assert values.tolist() == [256 * 2.0**e for e in (-127, -127, 1, -68)]
+
+
+def test_seven_by_each_rule() -> None:
+    """amax 7: scale 1 by S1, which saturates; 2 by M1, 7 becomes 8; 1.125 by N1."""
+    group = np.full((1, 32), 7, np.float32)
+    for rule, scale, value in (("S1/32", 0x3F80, 6.0), ("M1/32", 128, 8.0)):
+        codes, scales = quantize(group, rule)
+        assert int(scales[0, 0]) == scale
+        assert (dequantize(codes, scales, rule) == value).all()
+    codes, scales = quantize(group[:, :16], "N1/16")
+    assert (dequantize(codes, scales, "N1/16") == 6 * 1.125).all()
+
+
 def test_permuted_scales() -> None:
     """Blocks 0..7 of 352 bytes are at +0, 8, 16, 24, 1, 9, 17, 25."""
     row = np.zeros((1, 576), np.float32)
@@ -375,11 +397,11 @@ def test_one_scale_for_a_tensor() -> None:
     rope = np.full((1, 576), 2.0, np.float32)
     record = encode_records(rope, "v32_nvfp4", tensor_scale=4.0)
     assert (record[0, 256:320] == 0x40).all()  # 2: its scale is 1, whatever is given
-    for wrong in (0.0, -1.0, float("inf"), float("nan"), 1e39):
+    for wrong in (0.0, -1.0, float("inf"), float("nan"), 1e39, True, "1", None, np.ones(2)):
         with pytest.raises(ArgumentError, match="tensor_scale: got"):
-            encode_records(row, "plain_fp8", tensor_scale=wrong)
+            encode_records(row, "plain_fp8", tensor_scale=wrong)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="tensor_scale: got"):
-            decode_records(record, "v32_nvfp4", tensor_scale=wrong)
+            decode_records(record, "v32_nvfp4", tensor_scale=wrong)  # type: ignore[arg-type]
 
 
 # --- rules ----------------------------------------------------------------------------
@@ -418,7 +440,7 @@ def test_infinite_amax_of_other_rules() -> None:
     infinite = np.array([np.inf], np.float32)
     for name, code in [
         *(("P2/64", 255), ("M2/32", 254), ("M4/32", 255), ("N3/16", 0x7E), ("N4/16", 0x7E)),
-        *(("S1/16", 0x7FFF), ("F2/128", 0x7F7FFFFF)),
+        *(("S1/16", 0x7FFF), ("F2/128", 0x7F800000)),
     ]:
         assert encode_scale(infinite, name).tolist() == [code], name
 

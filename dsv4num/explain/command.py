@@ -144,15 +144,16 @@ def _guess(args: argparse.Namespace) -> int:
 
 def _dump(args: argparse.Namespace, name: str) -> Dump:
     """A file as pages."""
-    from dsv4num.explain.files import load_array
+    from dsv4num.explain.files import load_array, pool_files
     from dsv4num.explain.pages import Dump
     from dsv4num.formats import get_layout
 
     layout = get_layout(args.layout)
     if args.page_stride is not None and args.page_stride < 1:
         raise ArgumentError("--page-stride", args.page_stride, "1 or more", "4.3")
-    dump = Dump.of(load_array(name), layout, args.block_size, args.page_stride, name=name)
-    usual = layout.page_bytes(args.block_size)
+    arrays = [load_array(file) for file in pool_files(name, layout)]
+    dump = Dump.of(arrays, layout, args.block_size, args.page_stride, name=name)
+    usual = layout.page_bytes(args.block_size, pool=0)
     if dump.page_stride != usual and args.page_stride is None and not args.json:
         print(
             f"{name}: read as pages of {dump.page_stride:,} bytes; those of the layout have {usual:,}"

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from dataclasses import field as member
 from typing import Any
 
 from dsv4num.explain.encoder import Knobs
-from dsv4num.formats import BF16, E4M3FN, E4M3FNUZ, FP32, GroupRule, Layout
+from dsv4num.formats import (
+    BF16,
+    E4M3FN,
+    E4M3FNUZ,
+    FP32,
+    UE8M0,
+    WILD_RULES,
+    Field,
+    GroupRule,
+    Layout,
+)
 from dsv4num.formats.group import M1_FLOOR, N2_FLOOR, P1_FLOOR
 
 __all__ = ["DIALECTS", "Dialect", "apply", "clash", "dialects_of"]
@@ -32,7 +43,7 @@ class Dialect:
     text: str
     knobs: Mapping[str, Any]
     suits: Suits
-    needs: frozenset[str] = field(default=frozenset())
+    needs: frozenset[str] = member(default=frozenset())
     alone: Suits = lambda layout: True
 
     def describe(self, layout: Layout) -> str:
@@ -43,15 +54,20 @@ class Dialect:
             >>> DIALECTS["floor-1e-4-on-scale"].describe(get_layout("v4"))
             'floor 1e-4 on the scale instead of on amax'
         """
-        rule = _rules(layout)[0]
-        floor = "on amax" if rule.floor_place == "amax" else "on the scale"
-        if abs(rule.floor - self.knobs.get("floor", 0)) > 1e-9:
+        rule = layout.rule
+        if rule is None:  # no floor, qmax or element to speak of
+            return self.text
+        floor = _PLACES[rule.floor_place]
+        if not rule.floor:
+            floor = "none"
+        elif abs(rule.floor - self.knobs.get("floor", 0)) > 1e-9:
             floor = f"{_FLOORS.get(rule.floor, f'{rule.floor:g}')} {floor}"
         return self.text.format(floor=floor, qmax=f"{rule.qmax:g}", element=rule.element.name)
 
 
 #: How people write the floors of the contract.
 _FLOORS = {P1_FLOOR: "1e-4", M1_FLOOR: "6 * 2^-126", N2_FLOOR: "2^-9"}
+_PLACES = {"amax": "on amax", "scale": "on the scale", "added": "added to amax"}
 
 
 def dialects_of(layout: Layout, kinds: frozenset[str] = frozenset()) -> list[Dialect]:
@@ -82,36 +98,62 @@ def _rules(layout: Layout) -> list[GroupRule]:
     return [f.rule for _, f in layout.fields() if f.kind == "codes" and f.rule is not None]
 
 
+def _every(layout: Layout) -> bool:
+    return True
+
+
 def _any(layout: Layout) -> bool:
     return bool(_rules(layout))
 
 
-def _power(layout: Layout) -> bool:
-    return any(rule.scale_rounding == "up_to_power_of_two" for rule in _rules(layout))
+def _some(test: Callable[[GroupRule], bool]) -> Suits:
+    """Layouts with a rule that passes a test."""
+    return lambda layout: any(test(rule) for rule in _rules(layout))
 
 
-def _nearest(layout: Layout) -> bool:
-    return any(rule.scale_rounding == "nearest_even" for rule in _rules(layout))
+def _is_power(rule: GroupRule) -> bool:
+    return rule.scale_rounding == "up_to_power_of_two"
 
 
-def _fp8(layout: Layout) -> bool:
-    return any(rule.element.width == 8 for rule in _rules(layout))
+def _is_nearest(rule: GroupRule) -> bool:
+    return rule.scale_rounding in ("nearest_even", "up")
 
 
-def _fp4(layout: Layout) -> bool:
-    return any(rule.element.width == 4 for rule in _rules(layout))
+def _is_scaled(rule: GroupRule) -> bool:
+    return rule.scale_rounding not in ("unit", "given")
 
 
-def _has_nan(layout: Layout) -> bool:
-    return any(rule.element.nan_codes for rule in _rules(layout))
+_power = _some(_is_power)
+_nearest = _some(_is_nearest)
+_rounded = _some(lambda rule: _is_power(rule) or _is_nearest(rule))
+_floored = _some(lambda rule: _is_scaled(rule) and rule.floor >= 2.0**-126)
+_divides = _some(lambda rule: _is_nearest(rule) and rule.scaling == "divide")
+_factored = _some(lambda rule: _is_nearest(rule) and rule.amax_factor != 0)
+_fp8 = _some(lambda rule: rule.element.width == 8)
+_fp4 = _some(lambda rule: rule.element.width == 4)
+_fp8_power = _some(lambda rule: _is_power(rule) and rule.element.width == 8)
+_unscaled_fp8 = _some(lambda rule: not _is_scaled(rule) and rule.element.width == 8)
+_has_nan = _some(lambda rule: bool(rule.element.nan_codes))
+_negative_zero = _some(lambda rule: rule.element.negative_zero)
 
 
-def _negative_zero(layout: Layout) -> bool:
-    return any(rule.element.negative_zero for rule in _rules(layout))
+def _scales(layout: Layout) -> list[Field]:
+    return [f for _, f in layout.fields() if f.kind == "scale"]
 
 
-def _fp32_scale(layout: Layout) -> bool:
-    return any(f.kind == "scale" and f.format is FP32 for _, f in layout.fields())
+def _fp32_power(layout: Layout) -> bool:
+    """Scales that are 2**e as fp32."""
+    return any(
+        f.format is FP32 and f.rule is not None and _is_power(f.rule) for f in _scales(layout)
+    )
+
+
+def _four_codes(layout: Layout) -> bool:
+    return any(f.format is UE8M0 and f.copies == 4 for f in _scales(layout))
+
+
+def _permuted(layout: Layout) -> bool:
+    return any(f.order for _, f in layout.fields())
 
 
 def _words(layout: Layout) -> bool:
@@ -122,12 +164,12 @@ def _raw(layout: Layout) -> bool:
     return any(f.kind == "raw" for _, f in layout.fields())
 
 
-def _fp8_power(layout: Layout) -> bool:
-    return _fp8(layout) and _power(layout)
+def _values(layout: Layout) -> bool:
+    return _any(layout) or _raw(layout)
 
 
 def _code_scale(layout: Layout) -> bool:
-    return _nearest(layout) or (_fp8(layout) and not _fp32_scale(layout))
+    return _nearest(layout) or (_fp8_power(layout) and not _fp32_power(layout))
 
 
 def _both(a: Suits, b: Suits) -> Suits:
@@ -135,19 +177,64 @@ def _both(a: Suits, b: Suits) -> Suits:
 
 
 def _element(name: str) -> Suits:
-    return lambda layout: any(rule.element.name == name for rule in _rules(layout))
+    return _some(lambda rule: rule.element.name == name)
 
 
-def _floor_is_not(value: float) -> Suits:
-    return lambda layout: any(abs(rule.floor - value) > 1e-9 for rule in _rules(layout))
+def _floor_is_not(value: float, place: str) -> Suits:
+    """Power-of-two rules with another floor."""
+    return _some(
+        lambda rule: (
+            _is_power(rule) and (abs(rule.floor - value) > 1e-9 or rule.floor_place != place)
+        )
+    )
 
 
 def _qmax(value: float) -> Suits:
-    return lambda layout: any(r.element.width == 8 and r.qmax != value for r in _rules(layout))
+    return _some(lambda rule: _is_scaled(rule) and rule.element.width == 8 and rule.qmax != value)
+
+
+def _scaled_element(name: str) -> Suits:
+    return _some(lambda rule: _is_scaled(rule) and rule.element.name == name)
 
 
 def _multiple_is_not(value: int) -> Suits:
-    return lambda layout: layout.page_multiple != value
+    """Layouts that have pages of another size where they are padded to this multiple."""
+
+    def differs(layout: Layout) -> bool:
+        rows, several = layout.tile_rows
+        sizes = (rows * count * layout.row_bytes for count in (range(1, 10) if several else (1,)))
+        multiples = value, layout.page_multiple
+        padded = ([-(-size // multiple) * multiple for multiple in multiples] for size in sizes)
+        return layout.pools == 1 and any(mine != own for mine, own in padded)
+
+    return differs
+
+
+def _other_rows(layout: Layout) -> bool:
+    """Layouts in which the rows per page show, and may be others."""
+    fixed = layout.pools > 1 or not layout.tile_rows[1]
+    return not fixed and (not layout.inline or _multiple_is_not(1)(layout))
+
+
+def _form(form: str) -> Suits:
+    return lambda layout: layout.form == form
+
+
+def _scales_last(layout: Layout) -> bool:
+    """Inline layouts whose scales follow all that they scale."""
+    ends = [max(f.places) for _, f in layout.fields() if f.kind in ("codes", "raw")]
+    starts = [min(f.places) for f in _scales(layout)]
+    return layout.inline and bool(starts) and min(starts) > max(ends)
+
+
+def _writer(family: str) -> Suits:
+    """Layouts that a writer with this rule fills, and whose own rule it is not."""
+
+    def suits(layout: Layout) -> bool:
+        own = layout.rule.family if layout.rule else None
+        return own != family and any(rule.family == family for rule, _ in layout.writers)
+
+    return suits
 
 
 _FP32 = frozenset({"fp32"})
@@ -159,25 +246,25 @@ _LIST = (
         "floor-1e-4-on-scale",
         "floor 1e-4 on the scale instead of {floor}",
         {"floor": 1e-4, "floor_place": "scale"},
-        _power,
+        _floor_is_not(1e-4, "scale"),
     ),
     Dialect(
         "floor-1e-4-on-amax",
         "floor 1e-4 on amax instead of {floor}",
         {"floor": 1e-4, "floor_place": "amax"},
-        _both(_power, _floor_is_not(1e-4)),
+        _floor_is_not(1e-4, "amax"),
     ),
     Dialect(
         "floor-1e-6-on-amax",
         "floor 1e-6 on amax instead of {floor}",
         {"floor": 1e-6, "floor_place": "amax"},
-        _power,
+        _floor_is_not(1e-6, "amax"),
     ),
     Dialect(
         "floor-1e-8-on-amax",
         "floor 1e-8 on amax instead of {floor}",
         {"floor": 1e-8, "floor_place": "amax"},
-        _power,
+        _floor_is_not(1e-8, "amax"),
     ),
     Dialect(
         "floor-2^-6-on-scale",
@@ -189,7 +276,7 @@ _LIST = (
         "no-floor",
         "no floor instead of {floor}: a group of zeros has the scale code 00",
         {"floor": 0.0, "floor_place": "amax"},
-        _any,
+        _floored,
     ),
     Dialect(
         "no-floor-zero-is-one",
@@ -250,7 +337,7 @@ _LIST = (
         "scale-rounded-after-use",
         "the elements are divided by the unrounded scale, and the scale is rounded when it is stored",
         {"unrounded": True},
-        _any,
+        _rounded,
     ),
     Dialect(
         "scale-mantissa-dropped",
@@ -268,7 +355,7 @@ _LIST = (
         "amax-divided",
         "amax is divided by 6 instead of multiplied by fp32(1/6)",
         {"amax_division": True},
-        _nearest,
+        _factored,
         _FP32,
     ),
     Dialect(
@@ -293,19 +380,47 @@ _LIST = (
         "scale-word-unrounded",
         "the fp32 scale is amax / {qmax} itself, not rounded to a power of two",
         {"scale_word": "unrounded"},
-        _fp32_scale,
+        _fp32_power,
     ),
     Dialect(
         "scale-word-code-number",
         "the fp32 scale holds the number of the UE8M0 code instead of 2^e",
         {"scale_word": "number"},
-        _fp32_scale,
+        _fp32_power,
     ),
     Dialect(
         "scale-word-code-repeated",
         "the four scale bytes hold the UE8M0 code four times instead of an fp32 number",
         {"scale_word": "repeated"},
-        _fp32_scale,
+        _fp32_power,
+    ),
+    Dialect(
+        "scale-word-fp32",
+        "the four scale bytes hold the fp32 number 2^e instead of the UE8M0 code four times",
+        {"scale_word": "power"},
+        _four_codes,
+    ),
+    Dialect(
+        "scales-in-order",
+        "scales lie one after the other instead of permuted",
+        {"in_order": True},
+        _permuted,
+    ),
+    *(
+        Dialect(
+            f"rule-{family}",
+            f"the fp32 scale is {text}, not a power of two (rule {family})",
+            {"rule": WILD_RULES[f"{family}/128"]},
+            _writer(family),
+        )
+        for family, text in (
+            ("F2", "amax / 448 with the floor 2^-126"),
+            ("F3", "amax / 448 without a floor, and elements are multiplied by its reciprocal"),
+            ("F3z", "amax / 448 without a floor, and elements are multiplied by 448 / amax"),
+            ("F4", "(amax + 1e-5) / 448"),
+            ("F5", "amax * fp32(1/448) with the floor 1e-6 on amax"),
+            ("F6", "amax * fp32(1/448), and 1 for a group of zeros"),
+        )
     ),
     # The elements.
     Dialect("ties-to-zero", "ties go toward zero instead of to even", {"ties": "zero"}, _any),
@@ -329,7 +444,7 @@ _LIST = (
         "reciprocal",
         "elements are multiplied by 1 / scale instead of divided by the scale",
         {"reciprocal": True},
-        _nearest,
+        _divides,
     ),
     Dialect(
         "negative-zero-dropped",
@@ -360,7 +475,7 @@ _LIST = (
         "an element beyond the largest value becomes NaN instead of saturating",
         {"overflow": "nan"},
         _fp8,
-        alone=lambda layout: False,  # by the contract's scale nothing is beyond the largest value
+        alone=_unscaled_fp8,  # else, by the contract's scale, nothing is beyond the largest value
     ),
     Dialect(
         "fnuz-early-saturation",
@@ -378,7 +493,7 @@ _LIST = (
         "fnuz-240-read-as-ocp",
         "FNUZ bytes (qmax 240) read as OCP",
         {"element": E4M3FNUZ, "qmax": 240.0},
-        _element("e4m3fn"),
+        _scaled_element("e4m3fn"),
     ),
     Dialect(
         "ocp-read-as-fnuz",
@@ -436,7 +551,7 @@ _LIST = (
         "bf16-cut",
         "fp32 becomes bf16 by cutting the lower half off",
         {"bf16_rounding": "cut"},
-        _any,
+        _values,
         _FP32,
     ),
     # RoPE.
@@ -500,19 +615,25 @@ _LIST = (
         "inline-read-as-segregated",
         "rows are inline, you read them as segregated",
         {"arrangement": "inline"},
-        lambda layout: not layout.inline,
+        _form("segregated"),
     ),
     Dialect(
         "segregated-read-as-inline",
         "rows are segregated, you read them as inline",
         {"arrangement": "segregated"},
-        lambda layout: layout.inline,
+        _scales_last,
+    ),
+    Dialect(
+        "rows-in-order-read-as-tiles",
+        "rows lie one after the other, you read them as tiles",
+        {"arrangement": "segregated"},
+        _form("tiled"),
     ),
     Dialect(
         "page-unpadded",
         "pages follow each other without padding",
         {"page_multiple": 1},
-        lambda layout: layout.page_multiple != 1,
+        _multiple_is_not(1),
     ),
     *(
         Dialect(
@@ -528,7 +649,7 @@ _LIST = (
             f"rows-per-page-{name}",
             f"the writer's pages have {text} as many rows",
             {"pages": factor},
-            lambda layout: not layout.inline or layout.page_multiple > 1,
+            _other_rows,
         )
         for name, text, factor in (
             ("twice", "twice", 2.0),
@@ -543,8 +664,8 @@ _LIST = (
         lambda layout: any(f.kind == "pad" for _, f in layout.fields()),
         alone=lambda layout: False,  # then a fact about the bytes says what they hold
     ),
-    Dialect("slot-plus-one", "every row lies one slot too far", {"slot_shift": 1}, _any),
-    Dialect("slot-minus-one", "every row lies one slot too early", {"slot_shift": -1}, _any),
+    Dialect("slot-plus-one", "every row lies one slot too far", {"slot_shift": 1}, _every),
+    Dialect("slot-minus-one", "every row lies one slot too early", {"slot_shift": -1}, _every),
 )
 
 #: Every dialect by name; those that are likelier come first.

@@ -298,13 +298,13 @@ def _number(amax: NDArray[np.float32], rule: GroupRule, knobs: Knobs) -> NDArray
             a = amax + floor
         elif place == "amax":
             a = np.maximum(amax, floor)
-        divided = knobs.amax_division or not rule.amax_factor
+        divided = knobs.amax_division or knobs.qmax or not rule.amax_factor
         s = a / np.float32(_qmax(rule, knobs)) if divided else a * np.float32(rule.amax_factor)
     if place == "scale":
         s = np.maximum(s, floor)
     if rule.zero_scale is not None and knobs.floor is None:
         s = np.where(amax == 0, np.float32(rule.zero_scale), s)
-    largest = np.float32(rule.scale.max_value)
+    largest = np.float32(np.inf if rule.scale is FP32 else rule.scale.max_value)
     return np.asarray(np.minimum(s, largest), np.float32)
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4num.errors import ArgumentError, UnsupportedError
+from dsv4num.formats import Layout
 
-__all__ = ["load_array", "save_array"]
+__all__ = ["load_array", "pool_files", "save_array"]
 
 #: A header may not be longer, an array in a compressed file not larger.
 _MAX_HEADER, _MAX_MEMBER = 16 << 20, 2 << 30
@@ -65,6 +66,20 @@ def load_array(name: str) -> NDArray[Any]:
     except OSError as error:
         _refuse(path, error.strerror or str(error), "a file that can be read")
     return _known_dtype(path, array)
+
+
+def pool_files(text: str, layout: Layout) -> list[str]:
+    """The file of a dump; of a layout with several pools (clause 4.6) theirs, joined by commas.
+
+    Raises:
+        ArgumentError: not as many names as pools.
+    """
+    names = text.split(",") if layout.pools > 1 else [text]
+    if len(names) != layout.pools:
+        given = f"{len(names)} file{'s' if len(names) > 1 else ''}"
+        allowed = f"{layout.pools} joined by commas: {layout.name} has as many pools"
+        raise ArgumentError(text, given, allowed, "4.6")
+    return names
 
 
 def save_array(name: str, array: NDArray[np.uint8]) -> None:

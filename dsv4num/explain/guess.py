@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4num.errors import ArgumentError
 from dsv4num.explain.pages import Dump
 from dsv4num.explain.records import check_records
-from dsv4num.formats import FP32, LAYOUTS, Layout
+from dsv4num.formats import FP32, LAYOUTS, WILD_LAYOUTS, Layout
 
 __all__ = ["Guess", "guess_layouts"]
 
@@ -64,7 +65,8 @@ def guess_layouts(data: NDArray[np.uint8], block_size: int | None = None) -> lis
 
     Returns:
         The best first; those below a score of 0.5 are left out, and so is a second block size or stride
-        for a layout that fits no better.
+        for a layout that fits no better, and a layout that differs from another one in its pages alone.
+        A layout with several pools has several dumps and is not looked for.
 
     Example:
         >>> from dsv4num.reference import encode_records
@@ -73,8 +75,10 @@ def guess_layouts(data: NDArray[np.uint8], block_size: int | None = None) -> lis
         >>> guess_layouts(data)[0].layout
         'v41_nvfp4_inline'
     """
-    found: list[Guess] = []
-    for layout in LAYOUTS.values():
+    found: dict[str, Guess] = {}
+    for layout in (*LAYOUTS.values(), *WILD_LAYOUTS.values()):
+        if layout.pools > 1:
+            continue
         best = max(
             (
                 _score(data, layout, *geometry)
@@ -83,9 +87,10 @@ def guess_layouts(data: NDArray[np.uint8], block_size: int | None = None) -> lis
             key=lambda guess: guess.score,
             default=None,
         )
-        if best and best.score >= 0.5:
-            found.append(best)
-    return sorted(found, key=lambda guess: -guess.score)
+        record = replace(layout, page_multiple=1).fingerprint()
+        if best and best.score >= 0.5 and (record not in found or best.score > found[record].score):
+            found[record] = best
+    return sorted(found.values(), key=lambda guess: -guess.score)
 
 
 def _geometries(size: int, layout: Layout, block_size: int | None) -> list[tuple[int, int, bool]]:
@@ -94,7 +99,11 @@ def _geometries(size: int, layout: Layout, block_size: int | None) -> list[tuple
         return [(1, layout.row_bytes, True)] if size and size % layout.row_bytes == 0 else []
     found = []
     for rows in (block_size,) if block_size else _BLOCK_SIZES:
-        for stride in dict.fromkeys((layout.page_bytes(rows), layout.owned_bytes(rows))):
+        try:
+            strides = layout.page_bytes(rows), layout.owned_bytes(rows)
+        except ArgumentError:  # rows that its tiles do not fill
+            continue
+        for stride in dict.fromkeys(strides):
             rest = size % stride
             if size >= stride and rest in (0, layout.owned_bytes(rows)):
                 found.append((rows, stride, False))
@@ -110,7 +119,7 @@ def _score(
     if len(slots) > _ROWS:
         slots = slots[np.linspace(0, len(slots) - 1, _ROWS).astype(np.int64)]
     records = dump.records(slots)
-    live = records[(records != records[:, :1]).any(axis=1)]
+    live = records[~dump.blank(records)]
     unpadded = stride != layout.page_bytes(rows)
     padding = " without padding" if unpadded else ""
     unit = "rows" if any_block else f"pages of {rows} rows{padding}"
@@ -120,7 +129,7 @@ def _score(
     score = 1.0
     for checked in check_records(live, layout):
         bad = np.zeros(checked.scales.shape, np.bool_)
-        for kind in ("scale power", "scale range", "amax missing", "beyond qmax", "nan"):
+        for kind in ("copies", "scale power", "scale range", "amax missing", "beyond qmax", "nan"):
             if kind in checked.wrong:
                 bad |= checked.wrong[kind]
         with np.errstate(all="ignore"):
@@ -139,6 +148,9 @@ def _score(
         ):
             score *= float(share)
             reasons.append(f"{100 * share:.1f} % of {checked.scales.size:,} {text}")
+    if not any(f.kind == "scale" for f, _ in dump.fields):
+        score *= 0.9  # next to nothing in such rows can be wrong
+        reasons.append("it stores no scales that could speak for or against it")
     for entry, where in dump.fields:
         if entry.kind == "pad":
             share = (live[:, where] == entry.pad_value).mean()

@@ -12,11 +12,13 @@ from dsv4num.explain.decoded import values_of
 from dsv4num.explain.encoder import field_columns
 from dsv4num.explain.pages import Dump
 from dsv4num.explain.records import Checked, check_records
+from dsv4num.reference import encode_scale
 
 __all__ = ["Row", "inspect_row"]
 
 _MEANING = {
     "scale power": "scale is no power of two",
+    "copies": "the copies of the scale differ",
     "scale range": "scale that no encoder writes",
     "amax missing": "no element is large enough for this scale: it could be smaller",
     "beyond qmax": "an element beyond qmax",
@@ -122,7 +124,8 @@ def _add_groups(read: Row, checked: Checked, values: Any) -> None:
     rule = entry.rule
     assert rule is not None
     digits = 1 if rule.element.width == 4 else 2
-    wide = 8 if checked.scale_codes.dtype.itemsize == 4 else 2
+    of_zeros = int(encode_scale(np.zeros(1, np.float32), rule)[0])
+    wide = 2 * checked.scale_codes.dtype.itemsize
     for index in range(checked.codes.shape[1]):
         first = entry.dims[0] + index * size
         numbers = values[first : first + size]
@@ -142,7 +145,7 @@ def _add_groups(read: Row, checked: Checked, values: Any) -> None:
         place = f"{entry.name} {first}..{first + size - 1}"
         if wide == 2 and code == rule.scale.encoded_nan and rule.scale.nan_codes:
             read.anomalies.append(f"{place}: the scale is NaN ({code:02X}), and so is every value")
-        elif code == 0:
+        elif code == 0 and of_zeros:
             read.anomalies.append(f"{place}: scale code 0")
         for kind, wrong in checked.wrong.items():
             if wrong[0, index] and not (kind == "scale range" and code == 0):

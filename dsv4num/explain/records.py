@@ -4,7 +4,8 @@ What a sound record cannot hold, and why:
 
 - "scale range": the scale of a finite group lies between that of a group of zeros, since the floor
   bounds it from below, and that of the largest fp32 number.
-- "scale power": an fp32 scale is 2**e.
+- "scale power": a scale stored as fp32 or bf16 is 2**e, where the rule rounds it to that.
+- "copies": a scale that is stored several times is the same each time.
 - "amax missing": the scale is the smallest that serves. For a power of two 2**e this means amax >
   qmax * 2**(e - 1), so that the largest element is above qmax / 2 in units of the scale, and since
   rounding keeps order its code is at least that of qmax / 2. For a scale rounded to nearest, amax / 6
@@ -17,12 +18,14 @@ What a sound record cannot hold, and why:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4num.explain.decoded import scales_of
 from dsv4num.explain.encoder import field_columns
-from dsv4num.formats import FP32, Field, GroupRule, Layout
+from dsv4num.formats import BF16, FP32, Field, GroupRule, Layout
 from dsv4num.reference import decode, encode, encode_scale, unpack
 
 __all__ = ["Checked", "check_records"]
@@ -36,7 +39,7 @@ class Checked:
         field: the "codes" field.
         codes: uint8 [T, groups, group], one per element.
         scales: fp32 [T, groups].
-        scale_codes: the scales as they are stored, uint8 or uint32 [T, groups].
+        scale_codes: the scales as they are stored, uint8, uint16 or uint32 [T, groups].
         wrong: bool [T, groups] by kind of finding.
     """
 
@@ -72,11 +75,21 @@ def check_records(records: NDArray[np.uint8], layout: Layout) -> list[Checked]:
             continue
         stored = np.ascontiguousarray(records[:, where])
         codes = unpack(stored) if entry.rule.element.width == 4 else stored
-        scale = next(f for f in columns if f.kind == "scale" and f.dims == entry.dims)
-        held = np.ascontiguousarray(records[:, columns[scale]])
         groups = codes.reshape(len(records), -1, entry.rule.group)
+        scale = layout.scale_of(entry)
+        if scale is None:  # 1, or given from outside
+            scales = np.ones(groups.shape[:2], np.float32)
+            wrong = {"nan": np.asarray(_nan(groups, entry.rule).any(axis=-1))}
+            found.append(Checked(entry, groups, scales, scales.view(np.uint32), wrong))
+            continue
+        held = np.ascontiguousarray(records[:, columns[scale]])
         found.append(_check(entry, groups, held, scale, entry.rule))
     return found
+
+
+def _nan(codes: NDArray[np.uint8], rule: GroupRule) -> NDArray[np.bool_]:
+    """Which elements are NaN."""
+    return np.isin(codes, [code for codes in rule.element.nan_codes for code in codes])
 
 
 def _check(
@@ -87,27 +100,38 @@ def _check(
     rule: GroupRule,
 ) -> Checked:
     wrong: dict[str, NDArray[np.bool_]] = {}
-    low, high = (
-        int(c) for c in encode_scale(np.array([0, np.finfo(np.float32).max], np.float32), rule)
-    )
-    if scale.format is FP32:
-        words = held.view("<u4").astype(np.uint32)
-        scales = words.view(np.float32)
-        scale_codes = (words >> np.uint32(23)).astype(np.int64)
-        infinite = words == 0x7F800000
-        wrong["scale power"] = ((words & np.uint32(0x7FFFFF)) != 0) | (words >> np.uint32(31) == 1)
-        stored: NDArray[np.generic] = words
-    else:
-        scales = decode(held, rule.scale)
-        scale_codes = held.astype(np.int64)
-        infinite = scale_codes == rule.infinite_code
-        stored = held
+    assert scale.format is not None
+    scales = scales_of(held, scale)
+    words: Any = {8: "u1", 16: "<u2", 32: "<u4"}[scale.format.width]
+    copies = held.view(words).reshape(*scales.shape, scale.copies)
+    stored = np.ascontiguousarray(copies[..., 0])
+    if scale.copies > 1:
+        wrong["copies"] = (copies != copies[..., :1]).any(axis=-1)
+    least = 0 if rule.zero_scale is None else 2.0**-149  # a scale of zeros is judged on its own
+    extremes = np.array([least, np.finfo(np.float32).max], np.float32)
+    low, high = (int(code) for code in encode_scale(extremes, rule))
+    scale_codes = stored.astype(np.int64)
+    infinite = scale_codes == rule.infinite_code
+    if scale.format is not rule.scale:  # 2**e as a number: its exponent is the code
+        mantissa = 23 if scale.format is FP32 else 7
+        wrong["scale power"] = (scale_codes & ((1 << mantissa) - 1) != 0) | (scales < 0)
+        infinite = np.isposinf(scales)
+        scale_codes >>= mantissa
+    elif rule.scale.width > 8:
+        infinite = ~np.isfinite(scales)
+        if rule.scale is BF16:
+            wrong["scale power"] = (scale_codes & 0x7F != 0) & ~infinite
     wrong["scale range"] = ((scale_codes < low) | (scale_codes > high)) & ~infinite
+    if rule.zero_scale is not None:
+        wrong["scale range"] &= scales != np.float32(rule.zero_scale)
     magnitude = codes & np.uint8(rule.element.sign_code - 1)
-    nan = np.isin(codes, [code for codes in rule.element.nan_codes for code in codes])
+    nan = _nan(codes, rule)
     largest = np.where(nan, 0, magnitude).max(axis=-1)
-    needed = _least_code(rule)[np.clip(scale_codes, 0, 255)]
     judged = ~wrong["scale range"] & ~infinite & (scale_codes > low)
+    if rule.zero_scale is not None:
+        judged &= scales != np.float32(rule.zero_scale)
+    table = _least_code(rule)
+    needed = table[np.clip(scale_codes, 0, 255)] if rule.scale.width == 8 else table[0]
     wrong["amax missing"] = judged & (largest < needed)
     if rule.scale_rounding == "up_to_power_of_two":
         most = int(encode(np.array([rule.qmax], np.float32), rule.element)[0])
@@ -120,9 +144,15 @@ def _least_code(rule: GroupRule) -> NDArray[np.uint8]:
     """For each scale code, the least code that the largest element of its group can have."""
     if rule.scale_rounding == "up_to_power_of_two":
         return np.repeat(encode(np.array([rule.qmax / 2], np.float32), rule.element), 256)
+    if rule.floor_place == "added":  # whatever small amax there was
+        return np.zeros(256, np.uint8)
+    if rule.scale.width > 8:  # amax / scale is qmax, or in [4, 8) by the rule of bf16 scales
+        smallest = 2 * rule.qmax / 3 if rule.scale is BF16 else rule.qmax * (1 - 2.0**-20)
+        return encode(np.array([smallest], np.float32), rule.element)
     values = decode(np.arange(rule.scale.max_code + 1, dtype=np.uint8), rule.scale)
-    middles = np.concatenate([[0], (values[:-1] + values[1:]) / 2])
+    below = np.concatenate([[0], values[:-1]])
+    border = below if rule.scale_rounding == "up" else (below + values) / 2
     with np.errstate(invalid="ignore"):
-        least = np.where(values > 0, middles / values * rule.qmax, 0) * (1 - 2.0**-20)
+        least = np.where(values > 0, border / values * rule.qmax, 0) * (1 - 2.0**-20)
     codes = encode(least.astype(np.float32), rule.element)
     return np.concatenate([codes, np.zeros(256 - len(codes), np.uint8)])

@@ -131,6 +131,15 @@ class Explanation:
     separating: str | None = None
     left_out: int = 0
 
+    @property
+    def left(self) -> dict[str, int]:
+        """Differing bytes by field that the best of hypotheses which explain a part leaves."""
+        if self.status != "partly explained":
+            return {}
+        best = self.hypotheses[0].fields
+        rest = {name: count - best.get(name, 0) for name, count in self.fields.items()}
+        return {name: count for name, count in rest.items() if count}
+
     def lines(self) -> list[str]:
         """Text for people."""
         if self.status == "no difference":
@@ -144,6 +153,9 @@ class Explanation:
         if not self.hypotheses:
             return [*lines, "unexplained: no dialect, alone or in a pair, explains these bytes"]
         lines.append(self.hypotheses[0].sentence())
+        if self.left:
+            rest = ", ".join(f"{count:,} {name}" for name, count in self.left.items())
+            lines.append(f"not explained by it: {rest}; a further fault may be there")
         for other in self.hypotheses[1:]:
             equal = other.exact and self.hypotheses[0].exact
             lines.append(f"{'fits equally' if equal else 'runner-up'}: {other.sentence()}")
@@ -160,6 +172,7 @@ class Explanation:
             "fields": self.fields,
             "hypotheses": [h.as_json() for h in self.hypotheses],
             "separating": self.separating,
+            "left": self.left,
             "rows_left_out": self.left_out,
         }
 
@@ -435,7 +448,10 @@ def _distinct(dump: Dump, dialects: list[Dialect]) -> list[Dialect]:
     seen, kept = {dump.place(Knobs())}, []
     for dialect in dialects:
         if dialect.knobs.keys() <= _AT_REST.keys():
-            place = dump.place(apply(dialect))
+            try:
+                place = dump.place(apply(dialect))
+            except ArgumentError:  # its rows per page do not fill the tiles
+                continue
             if place in seen:
                 continue
             seen.add(place)

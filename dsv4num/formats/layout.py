@@ -514,6 +514,8 @@ def get_layout(layout: str | Layout) -> Layout:
     if isinstance(layout, Layout):
         return layout
     if isinstance(layout, str):
+        if layout in LAYOUTS:
+            return LAYOUTS[layout]
         from dsv4num.formats.wild import WILD_LAYOUTS
 
         known = {**LAYOUTS, **WILD_LAYOUTS}

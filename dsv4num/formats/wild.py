@@ -65,9 +65,9 @@ def _row(name: str, head_dim: int, nbytes: int, *fields: Field) -> Layout:
     return Layout(name, head_dim, (Plane("row", nbytes, fields),))
 
 
-def _codes(nbytes: int, rule: GroupRule, dims: tuple[int, int] = _ALL, offset: int = 0) -> Field:
-    """Codes, named as in the nine layouts: "nope" beside a RoPE field, else "codes"."""
-    return Field("codes", "codes", offset, nbytes, rule.element, dims, rule)
+def _codes(nbytes: int, rule: GroupRule, dims: tuple[int, int] = _ALL) -> Field:
+    """The codes at the start of a row."""
+    return Field("codes", "codes", 0, nbytes, rule.element, dims, rule)
 
 
 def _scale(
@@ -77,6 +77,7 @@ def _scale(
     dims: tuple[int, int] = _ALL,
     fmt: FloatFormat | None = None,
 ) -> Field:
+    """Their scales, stored in the rule's format or in `fmt`."""
     return Field("scale", "scale", offset, nbytes, fmt or rule.scale, dims, rule)
 
 
@@ -86,6 +87,7 @@ def _rope(offset: int, dims: tuple[int, int]) -> Field:
 
 
 def _zeros(name: str, offset: int, nbytes: int) -> Field:
+    """Bytes that are written 0."""
     return Field(name, "pad", offset, nbytes)
 
 

@@ -189,7 +189,7 @@ def _convert(args: argparse.Namespace) -> int:
     import numpy as np
 
     from dsv4num.explain.command import slots_of
-    from dsv4num.explain.files import load_array, save_array
+    from dsv4num.explain.files import load_array, pool_files, save_array
     from dsv4num.explain.pages import Dump
     from dsv4num.layouts.convert import convert
 
@@ -198,7 +198,7 @@ def _convert(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and getattr(args, option) < 1:
             name = f"--{option.replace('_', '-')}"
             raise ArgumentError(name, getattr(args, option), "1 or more", "4.3")
-    names = _pools("SOURCE", args.source, source), _pools("TARGET", args.target, target)
+    names = pool_files(args.source, source), pool_files(args.target, target)
     for name in names[1]:
         if any(os.path.realpath(name) == os.path.realpath(one) for one in names[0]):
             raise ArgumentError("TARGET", name, "another file than SOURCE", "4.8")
@@ -219,13 +219,3 @@ def _convert(args: argparse.Namespace) -> int:
     for name, (count, size) in written.items():
         print(f"{name}: {count:,} pages of {size:,} bytes")
     return 0
-
-
-def _pools(option: str, text: str, layout: Layout) -> list[str]:
-    """The file of a dump, or those of its pools."""
-    names = text.split(",") if layout.pools > 1 else [text]
-    if len(names) != layout.pools:
-        given = f"{len(names)} file{'s' if len(names) > 1 else ''}"
-        allowed = f"{layout.pools} joined by commas: {layout.name} has as many pools"
-        raise ArgumentError(option, given, allowed, "4.6")
-    return names

@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4num.errors import ArgumentError
 from dsv4num.formats import Field, GroupRule, Layout
 from dsv4num.reference import encode_records, write_records
 
 __all__ = ["Comparison", "compare"]
+
+#: Rows of a page that are written to look for a byte that tells.
+_MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def compare(a: Layout, b: Layout, block_size: int = 64) -> Comparison:
         block_size: rows of the pages that are looked at.
 
     Raises:
-        ArgumentError: a block size that one of the two cannot have.
+        ArgumentError: a block size that one of the two cannot have, or above 4096.
 
     Example:
         >>> from dsv4num.formats import get_layout
@@ -78,6 +82,8 @@ def compare(a: Layout, b: Layout, block_size: int = 64) -> Comparison:
         scale: row r begins at byte 1024 + 16 * r, byte 512 + 528 * r
         byte 512 is 78 in v41_mxfp8, 77 in v41_mxfp8_inline
     """
+    if block_size > _MOST_ROWS:
+        raise ArgumentError("block_size", block_size, f"at most {_MOST_ROWS} to compare", "4.2")
     telling = {kind: _first_byte(a, b, block_size, kind) for kind in ("ones", "zeros", "steps")}
     return Comparison(
         (a.name, b.name),

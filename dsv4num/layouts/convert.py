@@ -61,7 +61,11 @@ def convert(
     records = _moved(source.records(chosen), source.layout, target, chosen)
     count = -(-len(source.slots) // rows) if target.owned_bytes(rows) else 0
     sizes = [target.page_bytes(rows, pool=pool) for pool in range(target.pools)]
-    pools = [np.zeros((count, size), np.uint8) for size in sizes]
+    try:
+        pools = [np.zeros((count, size), np.uint8) for size in sizes]
+    except (MemoryError, ValueError):
+        given = f"{rows}: {count} pages of {sum(sizes)} bytes"
+        raise ArgumentError("block_size", given, "pages that fit into memory", "4.2") from None
     cache = pools if len(pools) > 1 else pools[0]
     write_records(records, cache, chosen, rows, layout=target)
     return pools

@@ -56,12 +56,13 @@ def encode_scale(amax: NDArray[np.float32], rule: str | GroupRule) -> NDArray[An
         return _power_of_two(amax, chosen)
     if chosen.scale_rounding == "down_to_power_of_two":
         return _power_of_two_below(amax, chosen)
-    scale = np.minimum(_scale_number(amax, chosen), np.float32(chosen.scale.max_value))
+    scale = _scale_number(amax, chosen)
+    if chosen.scale is FP32:
+        return scale.view(np.uint32)
+    scale = np.minimum(scale, np.float32(chosen.scale.max_value))
     if chosen.scale_rounding == "nearest_even":
         return encode(scale, chosen.scale)
-    if chosen.scale_rounding == "up":
-        return np.searchsorted(_positive_values(chosen.scale), scale, side="left").astype(np.uint8)
-    return scale.view(np.uint32)
+    return np.searchsorted(_positive_values(chosen.scale), scale, side="left").astype(np.uint8)
 
 
 def _power_of_two(amax: NDArray[np.float32], rule: GroupRule) -> NDArray[np.uint8]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache as cached
+from numbers import Real
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -245,16 +246,18 @@ def checked_slots(
     return kept
 
 
-def _checked_scale(tensor_scale: float) -> np.float32:
+def _checked_scale(tensor_scale: Any) -> np.float32:
     """A scale of a whole tensor as fp32.
 
     Raises:
         ArgumentError: it is not above 0 and finite.
     """
+    number = isinstance(tensor_scale, Real) and not isinstance(tensor_scale, bool)
     with np.errstate(over="ignore", under="ignore"):
-        scale = np.float32(tensor_scale)
+        scale = np.float32(float(tensor_scale) if number else 0)
     if not 0 < scale < np.inf:
-        raise ArgumentError("tensor_scale", tensor_scale, "above 0 and finite in fp32", "3.6")
+        allowed = "a number above 0, finite in fp32"
+        raise ArgumentError("tensor_scale", repr(tensor_scale), allowed, "3.6")
     return scale
 
 
