@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -16,7 +17,7 @@ from dsv4num.errors import ArgumentError, ValueRangeError
 from dsv4num.explain import DIALECTS
 from dsv4num.explain.files import load_array, save_array
 from dsv4num.explain.pages import Dump
-from dsv4num.formats import LAYOUTS, WILD_LAYOUTS, Layout, get_layout
+from dsv4num.formats import LAYOUTS, WILD_LAYOUTS, Layout, get_layout, get_rule
 from dsv4num.layouts import c_header, compare, convert
 from dsv4num.reference import decode_records, encode_records, read_records, write_records
 
@@ -344,6 +345,18 @@ def test_what_needs_quantizing_is_refused(a: str, b: str, text: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"{a} to {b}: got ") and text.rpartition("|")[2] in message
     assert "this needs quantizing (SPEC 4.8)" in message
+
+
+def test_a_scale_of_one_is_not_a_scale_from_outside() -> None:
+    given = get_layout("plain_fp8")
+    (plane,) = given.planes
+    (field,) = plane.fields
+    rule = replace(get_rule("tensor/512"), name="unit/512", scale_rounding="unit")
+    unit = replace(given, planes=(replace(plane, fields=(replace(field, rule=rule),)),))
+    dump, _ = written(given, 2)
+    with pytest.raises(ArgumentError, match="a scale of 1 and one from outside"):
+        convert(dump, unit)
+    assert np.array_equal(convert(dump, given)[0].reshape(-1), dump.data)
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:

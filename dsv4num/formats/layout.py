@@ -435,14 +435,14 @@ V4_FNUZ = replace(
 )
 V41_MXFP8 = replace(
     uniform("v41_mxfp8", P1_32, 512),
-    aliases=("flashinfer:ue8m0_g32", "tokenspeed:v41"),
+    aliases=("flashinfer:ue8m0_g32",),
     writers=_MXFP8_WRITERS,
     source="FlashInfer (pages of any multiple of 16), TokenSpeed",
 )
 V41_MXFP8_INLINE = replace(
     uniform("v41_mxfp8_inline", P1_32, 512, inline=True),
     aliases=(
-        *("flashmla:V41", "sglang:V41_NEW", "flashinfer:ue8m0_g32_inline"),
+        *("sglang:V41_NEW", "flashinfer:ue8m0_g32_inline"),
         *("b12x:deepseek_v41", "gaudi:pack_swa"),
     ),
     writers=_MXFP8_WRITERS,
@@ -460,13 +460,12 @@ V41_NVFP4 = replace(
 )
 V41_NVFP4_INLINE = replace(
     uniform("v41_nvfp4_inline", N2, 512, inline=True),
-    aliases=("flashmla:V41_FP4", "sglang:V41_FP4_NEW", "gaudi:pack_fp4"),
+    aliases=("sglang:V41_FP4_NEW", "gaudi:pack_fp4"),
     writers=_NVFP4_WRITERS,
     source="FlashMLA since 2026-09-30, SGLang, FlashInfer, b12x, rtp-llm, vllm-gaudi",
 )
 INDEXER_FP8 = replace(
     uniform("indexer_fp8", P1_128, 128, scale=FP32),
-    aliases=("deepgemm:fp8_paged_mqa",),
     writers=_INDEXER_WRITERS,
     source="DeepGEMM, SGLang, TensorRT-LLM, LightLLM's V4 indexer, TokenSpeed, b12x",
 )

@@ -338,12 +338,13 @@ V4_ASCEND = replace(
 _VLLM_41 = "vLLM 0.33.0 on SM100: blocks a multiple of lcm(528, 288)"
 V41_MXFP8_PAGE512 = _paged(
     *(V41_MXFP8, 512, "FlashMLA before 2026-09-30, SGLang, vLLM pull request 56893"),
-    *("sglang:V41", "sgl-flash-mla:V41"),
+    *("sglang:V41", "flashmla:V41", "sgl-flash-mla:V41"),
 )
 V41_MXFP8_INLINE_PAGE3168 = _paged(V41_MXFP8_INLINE, 3168, _VLLM_41, "vllm:fp8_ds_mla@v4.1")
 V41_NVFP4_PAGE256 = _paged(V41_NVFP4, 256, "SGLang", "sglang:V41_FP4")
 V41_NVFP4_PAGE512 = _paged(
-    V41_NVFP4, 512, "FlashMLA before 2026-09-30, its tests", "sgl-flash-mla:V41_FP4"
+    *(V41_NVFP4, 512, "FlashMLA before 2026-09-30, its tests"),
+    *("flashmla:V41_FP4", "sgl-flash-mla:V41_FP4"),
 )
 V41_NVFP4_INLINE_PAGE3168 = _paged(V41_NVFP4_INLINE, 3168, _VLLM_41, "vllm:nvfp4_ds_mla@v4.1")
 _CANN = "CANN's kv_compress_epilog_v2, vllm-ascend on A5"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,47 +77,42 @@ def _check(source: Layout, target: Layout) -> None:
     Raises:
         ArgumentError: it is not, and why.
     """
-
-    def refuse(reason: str) -> NoReturn:
+    reason = next(_reasons(source, target), None)
+    if reason is not None:
         allowed = "layouts with the same elements in the same groups: this needs quantizing"
         raise ArgumentError(f"{source.name} to {target.name}", reason, allowed, "4.8")
 
+
+def _reasons(source: Layout, target: Layout) -> Iterator[str]:
+    """Why rows cannot be moved as they are."""
     if source.head_dim != target.head_dim:
-        refuse(f"{source.head_dim} and {target.head_dim} values per row")
+        yield f"{source.head_dim} and {target.head_dim} values per row"
     for _, field in target.fields():
-        if field.kind in ("codes", "raw", "row_scale"):
-            own = _same(source, field)
-            if own is None:
-                refuse(f"{field.name} (dims {field.dims[0]}..{field.dims[1] - 1}) not stored so")
-            if field.format is not own.format:
-                fnuz = {field.format and field.format.name, own.format and own.format.name}
-                why = ", and one code is two values" if fnuz == {"e4m3fn", "e4m3fnuz"} else ""
-                refuse(f"{_name(own)} and {_name(field)} codes{why}")
-            if field.kind == "codes":
-                _check_scales(source, own, target, field, refuse)
+        if field.kind not in ("codes", "raw", "row_scale") or field.format is None:
+            continue
+        own = _same(source, field)
+        if own is None or own.format is None:
+            yield f"{field.name} (dims {field.dims[0]}..{field.dims[1] - 1}) not stored so"
+        elif field.format is not own.format:
+            names = {own.format.name, field.format.name}
+            why = ", and one code is two values" if names == {"e4m3fn", "e4m3fnuz"} else ""
+            yield f"{own.format.name} and {field.format.name} codes{why}"
+        elif field.kind == "codes" and own.rule is not None and field.rule is not None:
+            stored = source.scale_of(own) is not None, target.scale_of(field) is not None
+            if stored[0] != stored[1]:
+                yield "scales stored in one of them alone"
+            elif not stored[0] and own.rule.scale_rounding != field.rule.scale_rounding:
+                yield "a scale of 1 and one from outside"
+            elif own.rule.group != field.rule.group:
+                yield f"groups of {own.rule.group} and {field.rule.group} elements"
     if source.field("row_scale") and not target.field("row_scale"):
-        refuse("a scale for all groups of a row in the first alone")
-
-
-def _check_scales(source: Layout, own: Field, target: Layout, field: Field, refuse: object) -> None:
-    """Whether the codes of two fields mean the same, but for the format of their scales."""
-    assert own.rule is not None and field.rule is not None and callable(refuse)
-    if (source.scale_of(own) is None) != (target.scale_of(field) is None):
-        refuse("scales stored in one of them alone")
-    if source.scale_of(own) is None and own.rule.scale_rounding != field.rule.scale_rounding:
-        refuse("a scale of 1 and one from outside")
-    if own.rule.group != field.rule.group:
-        refuse(f"groups of {own.rule.group} and {field.rule.group} elements")
+        yield "a scale for all groups of a row in the first alone"
 
 
 def _same(layout: Layout, field: Field) -> Field | None:
     """The field of a layout that holds what `field` does."""
     found = (f for _, f in layout.fields() if (f.kind, f.dims) == (field.kind, field.dims))
     return next(found, None)
-
-
-def _name(field: Field) -> str:
-    return field.format.name if field.format else field.kind
 
 
 def _moved(
