@@ -666,8 +666,8 @@ FAULTS = [
     ),
     Fault(
         "nibbles",
-        "(low | (high << 4)).to(tl.uint8)",
-        "(high | (low << 4)).to(tl.uint8)",
+        "((codes >> 12) & 0x0F) | ((codes >> 24) & 0xF0)",
+        "((codes >> 8) & 0xF0) | ((codes >> 28) & 0x0F)",
         insert_of("v41_nvfp4", "wide"),
         "is explained by: nibbles swapped",
         r"page \d+ slot \d+ row \d+ \w+\[\d+\] \(dim \d+\): "
@@ -675,8 +675,8 @@ FAULTS = [
     ),
     Fault(
         "padding",
-        "tl.store(cache_ptr + at, tl.full(row.shape, RECORD.pad_value, tl.uint8), mask=kept)",
-        "pass",
+        "tl.store(cache_ptr + at + group, scale_codes.to(tl.uint8), mask=kept)",
+        "tl.store(cache_ptr + at + group, scale_codes.to(tl.uint8), mask=coded)",
         insert_of("v4", "zeros"),
         "never written",
         r"page \d+ slot \d+ row \d+ pad\[0\]: expected 0x00, got 0x(A5|5A)$",
@@ -701,10 +701,10 @@ FAULTS = [
         "one slot too many",
         "    kept = (slot >= 0) & (slot < num_slots)\n"
         "    page, row = page_and_row(slot, page_stride, RECORD)\n"
-        "    coded",
+        "    # Also",
         "    kept = (slot >= 0) & (slot <= num_slots)\n"
         "    page, row = page_and_row(slot, page_stride, RECORD)\n"
-        "    coded",
+        "    # Also",
         insert_of("v41_mxfp8_inline", "slots out of range"),
         "a write outside the rows that the operation owns",
         r"byte 7392 outside the cache: expected 0x(A5|5A), got 0x",  # 2 pages of 7 rows of 528
