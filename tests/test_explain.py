@@ -246,7 +246,7 @@ PAIRS = {
     "indexer_fp8": [
         ("scale-word-unrounded", "floor-1e-6-on-amax"),
         ("scale-word-code-repeated", "inline-read-as-segregated"),
-        ("scale-word-unrounded", "no-floor"),
+        ("scale-word-unrounded", "negative-zero-dropped"),
     ],
     "indexer_mxfp4": [
         ("floor-1e-4-on-amax", "ties-to-zero"),
@@ -268,6 +268,14 @@ def test_a_pair_is_named_first(name, pair):
     assert found.status == "explained", found.lines()
     assert set(found.hypotheses[0].names) == set(pair), found.lines()
     assert not any(h.exact for h in found.hypotheses[1:]), found.lines()
+
+
+def test_a_pair_that_is_another_writers_rule_is_named_as_that():
+    """Unrounded scales without a floor are the rule F3z, which one name says."""
+    source = sources("indexer_fp8")["rows"]
+    parts = [DIALECTS[name] for name in ("scale-word-unrounded", "no-floor")]
+    found = explain_rows(planted("indexer_fp8", source, *parts), source)
+    assert found.status == "explained" and found.hypotheses[0].names == ("rule-F3z",)
 
 
 @pytest.mark.parametrize(

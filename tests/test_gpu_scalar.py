@@ -250,7 +250,7 @@ ERRORS: list[tuple[str, Call]] = [
     ("codes", lambda side, of: side.dequantize(of(U8), of(np.zeros((1, 1), np.uint8)), "P1/64")),
     ("codes", lambda side, of: side.dequantize(of(U8[0, 0]), of(SCALE[0]), "P1/64")),
     ("codes", lambda side, of: side.dequantize(of(U8[0]), of(np.array(1, np.uint8)), "P1/64")),
-    ("rule", lambda side, of: side.dequantize(of(U8), of(SCALE), "P2/64")),
+    ("rule", lambda side, of: side.dequantize(of(U8), of(SCALE), "P9/64")),
 ]
 
 
