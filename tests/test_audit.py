@@ -778,7 +778,7 @@ def test_the_native_path_of_the_kernels_holds_what_it_declares(collected: Any) -
     }
 
 
-def test_the_smallest_of_each_family() -> None:
+def test_the_smallest_that_show_every_family_and_every_number_that_is_1() -> None:
     names = ("x_ptr", "ROWS", "RULE", "NATIVE")
 
     def made(
@@ -788,16 +788,22 @@ def test_the_smallest_of_each_family() -> None:
         return Specialization(target, "m", "k", names, {}, constants, **more)
 
     found = [
-        made("sm_90", 4, (64, "e4m3fn", 0), True),
-        made("sm_90", 2, (64, "e4m3fn", 0), True),  # of the same family, smaller
-        made("sm_90", 2, (32, "e4m3fn", 0), True),  # and smaller still
-        made("sm_90", 1, (16, "e4m3fn", 0), True, default=False),
-        made("sm_90", 4, (64, "e2m1", 0), True),  # another name
-        made("sm_90", 4, (64, "e4m3fn", 7), True),  # no longer 0
-        made("sm_90", 4, (64, "e4m3fn", 0), False),  # another path
-        made("sm_80", 4, (64, "e4m3fn", 0), False),  # another target
+        made("sm_90", 4, (64, "e4m3fn", 0, False), True),
+        made("sm_90", 2, (64, "e4m3fn", 0, False), True),  # of the same family, smaller
+        made("sm_90", 2, (32, "e4m3fn", 0, False), True),  # and smaller still
+        made("sm_90", 1, (16, "e4m3fn", 0, False), True, default=False),
+        made("sm_90", 4, (64, "e2m1", 0, False), True),  # another name
+        made("sm_90", 4, (64, "e4m3fn", 7, False), True),  # no longer 0
+        made("sm_90", 8, (64, "e4m3fn", 1, False), True),  # 1, in a tuple
+        made("sm_90", 1, (64, "e4m3fn", 1, False), True),  # smaller, and shows another 1 as well
+        made("sm_90", 1, (128, "e4m3fn", 1, False), True),  # both were shown
+        made("sm_90", 4, (64, "e4m3fn", 0, True), True),  # a switch in a tuple
+        made("sm_90", 4, (64, "e4m3fn", 0, False), False),  # another path
+        made("sm_90", 4, (64, "e4m3fn", 1, False), False),  # 1, on that path
+        made("sm_80", 4, (64, "e4m3fn", 0, False), False),  # another target
     ]
-    assert choose(found, "quick") == [found[2], *found[4:]]
+    kept = {id(specialization) for specialization in choose(found, "quick")}
+    assert [i for i, one in enumerate(found) if id(one) in kept] == [2, 4, 5, 7, 9, 10, 11, 12]
     assert choose(found, "full") == found
 
 

@@ -1,9 +1,9 @@
-"""Whether the kernels give the oracle's bytes, and compile for every target, on each supported Triton.
+"""Whether the kernels give the oracle's bytes, and compile as they must, on each supported Triton.
 
     python tools/try_triton.py [--versions 3.6.0 3.9.0] [--op NAME ...]
 
 Builds one environment per version, with the torch of constraints.txt, and runs in each: `verify` at
-level quick in the interpreter, `audit` of one operation on all targets, and the tests of the kernels.
+level quick in the interpreter, `audit` for one target of each kind, and the tests of the kernels.
 Prints one line per run, with the versions that were really there, and returns 1 if any fails. On a GPU
 machine `verify` with the Triton that is there says more; `dsv4num targets` tells which that was.
 """
@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: The oldest and the newest that the package supports.
 VERSIONS = ("3.6.0", "3.9.0")
+#: NVIDIA without and with the native path; AMD with waves of 64 and of 32.
+TARGETS = ("sm_80", "sm_90", "gfx942", "gfx1201")
 KERNEL_TESTS = ("scalar", "arithmetic", "paged_cache", "compressor", "sparse_index")
 
 
@@ -44,10 +46,11 @@ def build(folder: Path, version: str) -> Path:
 def attempts(operations: list[str]) -> dict[str, list[str]]:
     """What is run, by name."""
     chosen = [word for name in operations for word in ("--op", name)]
+    targets = [word for name in TARGETS for word in ("--arch", name)]
     tests = [f"tests/test_gpu_{name}.py" for name in KERNEL_TESTS]
     return {
         "verify": ["-m", "dsv4num", "verify", "--device", "cpu", *chosen],
-        "audit": ["-m", "dsv4num", "audit", "--op", "quantize_and_insert_k_cache"],
+        "audit": ["-m", "dsv4num", "audit", *chosen, *targets],
         "tests": ["-m", "pytest", "-p", "no:cacheprovider", *tests],
     }
 

@@ -86,6 +86,13 @@ class Specialization:
         return self.target, self.kernel, tuple(sorted(chosen.items()))
 
     @property
+    def numbers(self) -> set[tuple[Any, ...]]:
+        """Each number among its constants: whether it is 0, 1 or more, as kernels ask for no others."""
+        place = (self.target, self.kernel, self.native)
+        found = {name: value for name, value in self.constant.items() if name.isupper()}
+        return {(*place, *path, min(number, 2)) for path, number in _numbers(found)}
+
+    @property
     def size(self) -> int:
         """How large its constants are: those of tiles decide how long it takes to compile."""
         return _product(tuple(value for name, value in self.constant.items() if name.isupper()))
@@ -98,16 +105,20 @@ class Specialization:
         return f"{self.kernel}[{constants}]({types}), {warps} warps; {self.launched}"
 
 
-#: Switches that only move an address: an overlapping window reads its first rows from other columns.
-_ADDRESS_ONLY = ("overlap",)
-
-
 def _shape(value: Any) -> Any:
-    """A constant without its sizes and addresses."""
+    """A constant without its sizes."""
     if isinstance(value, tuple):
-        names = getattr(value, "_fields", (None,) * len(value))
-        return tuple(_shape(v) for n, v in zip(names, value, strict=True) if n not in _ADDRESS_ONLY)
+        return tuple(_shape(part) for part in value)
     return value if isinstance(value, bool | str) or value is None else value != 0
+
+
+def _numbers(constants: dict[Any, Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The whole numbers in constants, each with its path of names and places."""
+    for name, value in constants.items():
+        if isinstance(value, tuple):
+            yield from (((name, *path), n) for path, n in _numbers(dict(enumerate(value))))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield (name,), value
 
 
 def _product(value: Any) -> int:
@@ -242,21 +253,23 @@ class _Call:
 
 
 def choose(found: list[Specialization], level: Level) -> list[Specialization]:
-    """Those to compile: all at level full; at level quick one of each family, the smallest.
+    """Those to compile: all at level full; at level quick the smallest that show every family.
 
     A family is one kernel on one target, launched with the built-in choices, with the same names and
     switches among its constants, and the same of them 0. Its members do the same arithmetic on tiles
-    of other sizes and at other addresses.
+    of other sizes and at other addresses; but 1 is no size, as code is left out for it. So a number
+    that is 1, and one that is more, is shown too, once for each path of a kernel.
     """
     if level == "full":
         return found
-    chosen: dict[tuple[Any, ...], Specialization] = {}
-    for specialization in found:
-        if specialization.default:
-            best = chosen.setdefault(specialization.family, specialization)
-            if specialization.size < best.size:
-                chosen[specialization.family] = specialization
-    return list(chosen.values())
+    chosen: list[Specialization] = []
+    seen: set[tuple[Any, ...]] = set()
+    for specialization in sorted(found, key=lambda made: made.size):
+        shown = {specialization.family, *specialization.numbers}
+        if specialization.default and not shown <= seen:
+            chosen.append(specialization)
+            seen |= shown
+    return chosen
 
 
 def compile_to_text(specialization: Specialization) -> dict[str, str]:
