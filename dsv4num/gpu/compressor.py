@@ -374,37 +374,6 @@ def _ends_group(
 
 
 @triton.jit
-def _find_latents(
-    row,
-    tokens,
-    positions_ptr,
-    slots_ptr,
-    max_position,
-    num_slots,
-    RATIO: tl.constexpr,
-    SECOND: tl.constexpr,
-):
-    """The first or the second token to store among each row of RATIO tokens.
-
-    Returns the tokens, whether there is one, their slots, and their entries of the cosine table.
-    """
-    token = row * RATIO
-    kept, slot, entry = _ends_group(
-        token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
-    )
-    if RATIO == 2:
-        too, other_slot, other_entry = _ends_group(
-            token + 1, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
-        )
-        other = too & kept if SECOND else too & ~kept
-        kept = other if SECOND else kept | too
-        token = tl.where(other, token + 1, token)
-        slot = tl.where(other, other_slot, slot)
-        entry = tl.where(other, other_entry, entry)
-    return token, kept, slot, entry
-
-
-@triton.jit
 def _rotate_groups(bits, table, index, kept):
     """fp32 bits [N, GROUP] rotated: line n is the index[n]-th group that is, table[n] its entry."""
     PAIRS: tl.constexpr = bits.shape[1] // 2
@@ -430,7 +399,7 @@ def _store_latents(
     max_position,
     page_stride,
     num_slots,
-    SECOND: tl.constexpr,
+    OFFSET: tl.constexpr,
     RATIO: tl.constexpr,
     ROUND_TRIP: tl.constexpr,
     RECORD: tl.constexpr,
@@ -438,15 +407,15 @@ def _store_latents(
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Stores the first or the second latent of each row: a tile as it is, and one that is rotated."""
+    """Stores the latents at an offset in RATIO tokens: a tile as it is, and one that is rotated."""
     GROUPS: tl.constexpr = RECORD.head_dim // RULE.group
     ROTATED: tl.constexpr = _ROPE_DIM // RULE.group
     line = tl.arange(0, ROWS * GROUPS)
     group = line % GROUPS
-    token, kept, slot, _ = _find_latents(
-        first + line // GROUPS, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO,
-        SECOND,
-    )  # fmt: skip
+    token = (first + line // GROUPS) * RATIO + OFFSET
+    kept, slot, _ = _ends_group(
+        token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
+    )
     page, row = page_and_row(slot, page_stride, RECORD)
     # Where each token is a group, the row of a skipped one may be read, too, so that no load has to
     # wait for a slot or a position.
@@ -457,10 +426,10 @@ def _store_latents(
     store_groups(cache_ptr, bits, page, row, group, kept & plain, RECORD, RULE, NATIVE)
 
     line = tl.arange(0, ROWS * ROTATED)
-    token, kept, slot, entry = _find_latents(
-        first + line // ROTATED, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO,
-        SECOND,
-    )  # fmt: skip
+    token = (first + line // ROTATED) * RATIO + OFFSET
+    kept, slot, entry = _ends_group(
+        token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
+    )
     inside = (token < tokens) if RATIO == 1 else kept
     index = line % ROTATED
     group = GROUPS - ROTATED + index
@@ -496,23 +465,24 @@ def _rope_quant_kernel(
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program looks at ROWS times RATIO tokens, of which as a rule every RATIO-th ends a group."""
+    """One program looks at ROWS times RATIO tokens.
+
+    At ratio 2 as a rule those at an odd place end a group; those at an even place, where a sequence
+    started in between; and both where requests meet.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
-    _store_latents(
-        latent_ptr, positions_ptr, cos_ptr, cache_ptr, slots_ptr, first, tokens, latent_stride,
-        entry_stride, max_position, page_stride, num_slots, False, RATIO, ROUND_TRIP, RECORD, RULE,
-        NATIVE, ROWS,
-    )  # fmt: skip
-    if RATIO == 2:
-        # Where requests meet, two tokens side by side may both end one.
-        row = first + tl.arange(0, ROWS)
-        _, kept, _, _ = _find_latents(
-            row, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO, True
-        )
-        if tl.max(kept.to(tl.int32), axis=0) > 0:
+    for offset in tl.static_range(RATIO):
+        some = True
+        if RATIO > 1:
+            token = (first + tl.arange(0, ROWS)) * RATIO + offset
+            ends, _, _ = _ends_group(
+                token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
+            )
+            some = tl.max(ends.to(tl.int32), axis=0) > 0
+        if some:
             _store_latents(
                 latent_ptr, positions_ptr, cos_ptr, cache_ptr, slots_ptr, first, tokens, latent_stride,
-                entry_stride, max_position, page_stride, num_slots, True, RATIO, ROUND_TRIP, RECORD,
+                entry_stride, max_position, page_stride, num_slots, offset, RATIO, ROUND_TRIP, RECORD,
                 RULE, NATIVE, ROWS,
             )  # fmt: skip
 

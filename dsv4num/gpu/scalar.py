@@ -21,6 +21,7 @@ _ONE = tl.constexpr(1)  # the interpreter shifts a constexpr, but not an int by 
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _QUIET_NAN = tl.constexpr(0x7FC00000)
+_ALL = tl.constexpr(0xFFFFFFFF)  # x ^ _ALL, since the interpreter of Triton 3.6 makes ~x with a -1
 
 _E4M3FN_BIAS = tl.constexpr(E4M3FN.bias)
 _E4M3FN_MAX = tl.constexpr(E4M3FN.max_code)
@@ -164,13 +165,13 @@ def pack_e2m1_quotient(bits, scale):
     beyond_250 = up + (five - (0x01000100 + 0x00010001))
     from_350 = down + (seven - 0x01000100)
     beyond_500 = up + (five - (0x01800180 + 0x00010001))
-    number = ~(up + (0x80008000 - 0x7F817F81))
+    number = (up + (0x80008000 - 0x7F817F81)) ^ _ALL
 
     # A quotient is beyond all midpoints before the last that it is beyond.
-    middle = (from_175 & from_350) | (~from_175 & from_075)
-    low = beyond_500 | (beyond_250 & ~from_350)
-    low = low | (beyond_125 & ~from_175)
-    low = low | (beyond_025 & ~from_075)
+    middle = (from_175 & from_350) | ((from_175 ^ _ALL) & from_075)
+    low = beyond_500 | (beyond_250 & (from_350 ^ _ALL))
+    low = low | (beyond_125 & (from_175 ^ _ALL))
+    low = low | (beyond_025 & (from_075 ^ _ALL))
     codes = ((sign & number) & 0x80008000) | ((from_175 >> 1) & 0x40004000)
     codes |= ((middle >> 2) & 0x20002000) | ((low >> 3) & 0x10001000)
     return (((codes >> 12) & 0x0F) | ((codes >> 24) & 0xF0)).to(tl.uint8)
