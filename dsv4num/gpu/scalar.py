@@ -18,6 +18,7 @@ from dsv4num.gpu._target import Launch, interpreted, use_native
 __all__ = ["decode", "encode", "pack", "unpack"]
 
 _ONE = tl.constexpr(1)  # the interpreter shifts a constexpr, but not an int by a constexpr
+_ALL_ONES = tl.constexpr(0xFFFFFFFF)  # ~ of an unsigned number is an error in Triton 3.6's interpreter
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _QUIET_NAN = tl.constexpr(0x7FC00000)
@@ -164,13 +165,13 @@ def pack_e2m1_quotient(bits, scale):
     beyond_250 = up + (five - (0x01000100 + 0x00010001))
     from_350 = down + (seven - 0x01000100)
     beyond_500 = up + (five - (0x01800180 + 0x00010001))
-    number = ~(up + (0x80008000 - 0x7F817F81))
+    number = (up + (0x80008000 - 0x7F817F81)) ^ _ALL_ONES
 
     # A quotient is beyond all midpoints before the last that it is beyond.
-    middle = (from_175 & from_350) | (~from_175 & from_075)
-    low = beyond_500 | (beyond_250 & ~from_350)
-    low = low | (beyond_125 & ~from_175)
-    low = low | (beyond_025 & ~from_075)
+    middle = (from_175 & from_350) | ((from_175 ^ _ALL_ONES) & from_075)
+    low = beyond_500 | (beyond_250 & (from_350 ^ _ALL_ONES))
+    low = low | (beyond_125 & (from_175 ^ _ALL_ONES))
+    low = low | (beyond_025 & (from_075 ^ _ALL_ONES))
     codes = ((sign & number) & 0x80008000) | ((from_175 >> 1) & 0x40004000)
     codes |= ((middle >> 2) & 0x20002000) | ((low >> 3) & 0x10001000)
     return (((codes >> 12) & 0x0F) | ((codes >> 24) & 0xF0)).to(tl.uint8)
