@@ -200,15 +200,14 @@ def check_pool_ring_latent(
     latent_out: Array,
     compress_ratio: Any,
 ) -> State | None:
-    """The arguments of `pool_ring_latent` (clause 5.10); ratio 1 has no ring, hence no `State`."""
+    """The arguments of `pool_ring_latent` (clause 5.10); ratio 1 has no ring, hence no `State`.
+
+    Callers describe a `state_cache` at ratio 2 alone.
+    """
     ratio = _small_ratio(compress_ratio, "5.10")
     epsilon("rms_norm_eps", rms_norm_eps, "5.10")
     kv_score.require(dtype="float32", shape=("tokens", ratio * LATENT_DIM), clause="5.10")
-    ring = None
-    if ratio == 2:
-        if state_cache is None:
-            raise ArgumentError("state_cache", None, "an array, for compress_ratio 2", "5.10")
-        ring = _check_state(state_cache, LATENT_DIM, "5.10", written=True)
+    ring = _check_state(state_cache, LATENT_DIM, "5.10", written=True) if state_cache else None
     tokens = _token_count(slot_mapping, "5.10")
     for array in (positions, token_to_req_indices):
         array.require(dtype=INTEGERS, shape=("tokens",), clause="5.10")
@@ -217,15 +216,12 @@ def check_pool_ring_latent(
         raise ArgumentError("query_start_loc", "no entries", "num_reqs + 1 entries", "5.10")
     _check_table_and_weight(None, rms_norm_weight, LATENT_DIM, "5.10")
     latent_out.require(dtype="bfloat16", shape=("tokens", LATENT_DIM), clause="5.10", written=True)
-    if latent_out.shape[0] > 1 and latent_out.strides[0] < LATENT_DIM:
-        given = f"row stride {latent_out.strides[0]}"
-        raise ArgumentError("latent_out", given, f"at least {LATENT_DIM}", "5.10")
     _at_least(tokens, "5.10", kv_score, positions, token_to_req_indices, latent_out)
     same_device(
         latent_out,
         kv_score,
         positions,
-        *([state_cache] if ring is not None and state_cache is not None else []),
+        *([state_cache] if state_cache else []),
         slot_mapping,
         query_start_loc,
         token_to_req_indices,
