@@ -78,6 +78,8 @@ def _layout(args: argparse.Namespace) -> int:
         print(json.dumps(found.as_json(), indent=2) if args.json else "\n".join(found.lines()))
         return 0 if found.equal else 1
     if args.c_header:
+        if args.json:
+            raise ArgumentError("--json", "given with --c-header", "one of the two", "4.6")
         from dsv4num.layouts.header import c_header
 
         print("\n".join(c_header(layout) for layout in chosen), end="")
@@ -184,12 +186,19 @@ def _rule_facts(rule: GroupRule) -> dict[str, Any]:
     return values | {"element": rule.element.name, "scale": rule.scale.name}
 
 
+def _same_file(a: str, b: str) -> bool:
+    """Whether two names are of one file, which may not exist yet; links count."""
+    if os.path.exists(a) and os.path.exists(b):
+        return os.path.samefile(a, b)
+    return os.path.realpath(a) == os.path.realpath(b)
+
+
 def _convert(args: argparse.Namespace) -> int:
     """Moves pages and says what was written."""
     import numpy as np
 
     from dsv4num.explain.command import slots_of
-    from dsv4num.explain.files import load_array, pool_files, save_array
+    from dsv4num.explain.files import check_target, load_array, pool_files, save_array
     from dsv4num.explain.pages import Dump
     from dsv4num.layouts.convert import convert
 
@@ -200,11 +209,14 @@ def _convert(args: argparse.Namespace) -> int:
             raise ArgumentError(name, getattr(args, option), "1 or more", "4.3")
     names = pool_files(args.source, source), pool_files(args.target, target)
     for name in names[1]:
-        if any(os.path.realpath(name) == os.path.realpath(one) for one in names[0]):
+        if any(_same_file(name, one) for one in names[0]):
             raise ArgumentError("TARGET", name, "another file than SOURCE", "4.8")
+        if sum(_same_file(name, one) for one in names[1]) > 1:
+            raise ArgumentError("TARGET", args.target, "a file of its own for each pool", "4.8")
+        check_target(name)
     arrays = [load_array(name) for name in names[0]]
     dump = Dump.of(arrays, source, args.block_size, args.page_stride, name=args.source)
-    slots = slots_of(args.rows) if args.rows else None
+    slots = None if args.rows is None else slots_of(args.rows)
     pages = convert(dump, target, args.to_block_size, slots)
     for name, part in zip(names[1], pages, strict=True):
         save_array(name, part)
