@@ -505,6 +505,23 @@ def test_pools_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert source.read_bytes() == dump.data.tobytes()
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_an_archive_is_one_file(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Writing one array replaces the others, of the source or of the pool before."""
+    dump, _ = written(get_layout("v4"), 8)
+    source = tmp_path / f"source{suffix}"
+    save_array(f"{source}:a", dump.data)
+    before, size = source.read_bytes(), ["--from", "v4", "--block-size", "8"]
+    assert main(["convert", f"{source}:a", f"{source}:b", "--to", "v4_unpadded", *size]) == 2
+    assert "TARGET: got " in capsys.readouterr().err
+    pools = ",".join(f"{tmp_path}/x{suffix}:{name}" for name in ("nope", "rope"))
+    assert main(["convert", f"{source}:a", pools, "--to", "v4_two_pools", *size]) == 2
+    assert "a file of its own for each pool" in capsys.readouterr().err
+    assert source.read_bytes() == before and list(tmp_path.iterdir()) == [source]
+
+
 def test_saved_arrays_are_read_back(tmp_path: Path) -> None:
     array = np.arange(60, dtype=np.uint8).reshape(3, 20)
     for name in ("a.npy", "a.npz", "a.npz:file", "a.safetensors", "a.safetensors:k v", "a.bin"):

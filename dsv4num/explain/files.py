@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dsv4num.errors import ArgumentError, UnsupportedError
 from dsv4num.formats import Layout
 
-__all__ = ["check_target", "load_array", "pool_files", "save_array"]
+__all__ = ["check_targets", "load_array", "pool_files", "save_array"]
 
 #: A header may not be longer, an array in a compressed file not larger.
 _MAX_HEADER, _MAX_MEMBER = 16 << 20, 2 << 30
@@ -49,10 +49,7 @@ def load_array(name: str) -> NDArray[Any]:
         ArgumentError: the file cannot be read, is damaged, holds a pickle, or not that array.
         UnsupportedError: a `.pt` file where torch is not installed.
     """
-    path, key = Path(name), None
-    if not path.exists() and ":" in name:
-        head, _, key = name.rpartition(":")
-        path = Path(head)
+    path, key = _source(name)
     if path.is_dir():
         _refuse(path, "a directory", "a file")
     readers = {
@@ -86,18 +83,51 @@ def pool_files(text: str, layout: Layout) -> list[str]:
     return names
 
 
-def check_target(name: str) -> None:
-    """Refuses a file that `save_array` could not write, while nothing has been written yet.
+def check_targets(targets: list[str], sources: list[str]) -> None:
+    """Refuses what `save_array` could not write, or would lose by it, before anything is written.
+
+    Args:
+        targets: names for `save_array`, each of a file of its own: writing one replaces the file.
+        sources: names for `load_array` that must stay as they are.
 
     Raises:
-        ArgumentError: a `.pt` file, which is a pickle; a directory, or a file in none.
+        ArgumentError: a file of `sources`, or one that is named twice; a `.pt` file, which is a pickle;
+            a directory, or a file in none.
     """
+    paths = [_check_target(name) for name in targets]
+    read = [_source(name)[0] for name in sources]
+    for name, path in zip(targets, paths, strict=True):
+        if any(_same_file(path, other) for other in read):
+            raise ArgumentError("TARGET", name, "another file than SOURCE", "4.8")
+        if sum(_same_file(path, other) for other in paths) > 1:
+            raise ArgumentError(
+                "TARGET", ",".join(targets), "a file of its own for each pool", "4.8"
+            )
+
+
+def _check_target(name: str) -> Path:
+    """The file that a target means, which can be written as far as one can see."""
     path, _ = _target(name)
     if {path.suffix.lower(), Path(name.rpartition(":")[0]).suffix.lower()} & {".pt", ".pth"}:
         _refuse(path, "a file of torch", "raw bytes, .npy, .npz or .safetensors")
     if path.is_dir() or not path.parent.is_dir():
         given = "a directory" if path.is_dir() else "no such directory"
         _refuse(path, given, "a file that can be written")
+    return path
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    """Whether two names are of one file, which may not exist yet; links count."""
+    return a.samefile(b) if a.exists() and b.exists() else a.resolve() == b.resolve()
+
+
+def _source(name: str) -> tuple[Path, str | None]:
+    """The file that a name of `load_array` means, and which array in it."""
+    path = Path(name)
+    if path.exists() or ":" not in name:
+        return path, None
+    head, _, key = name.rpartition(":")
+    return Path(head), key
 
 
 def _target(name: str) -> tuple[Path, str]:
@@ -121,7 +151,7 @@ def save_array(name: str, array: NDArray[np.uint8]) -> None:
     Raises:
         ArgumentError: a `.pt` file, which is a pickle, or a file that cannot be written.
     """
-    check_target(name)
+    _check_target(name)
     path, key = _target(name)
     suffix = path.suffix.lower()
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -186,19 +185,12 @@ def _rule_facts(rule: GroupRule) -> dict[str, Any]:
     return values | {"element": rule.element.name, "scale": rule.scale.name}
 
 
-def _same_file(a: str, b: str) -> bool:
-    """Whether two names are of one file, which may not exist yet; links count."""
-    if os.path.exists(a) and os.path.exists(b):
-        return os.path.samefile(a, b)
-    return os.path.realpath(a) == os.path.realpath(b)
-
-
 def _convert(args: argparse.Namespace) -> int:
     """Moves pages and says what was written."""
     import numpy as np
 
     from dsv4num.explain.command import slots_of
-    from dsv4num.explain.files import check_target, load_array, pool_files, save_array
+    from dsv4num.explain.files import check_targets, load_array, pool_files, save_array
     from dsv4num.explain.pages import Dump
     from dsv4num.layouts.convert import convert
 
@@ -208,12 +200,7 @@ def _convert(args: argparse.Namespace) -> int:
             name = f"--{option.replace('_', '-')}"
             raise ArgumentError(name, getattr(args, option), "1 or more", "4.3")
     names = pool_files(args.source, source), pool_files(args.target, target)
-    for name in names[1]:
-        if any(_same_file(name, one) for one in names[0]):
-            raise ArgumentError("TARGET", name, "another file than SOURCE", "4.8")
-        if sum(_same_file(name, one) for one in names[1]) > 1:
-            raise ArgumentError("TARGET", args.target, "a file of its own for each pool", "4.8")
-        check_target(name)
+    check_targets(names[1], names[0])
     arrays = [load_array(name) for name in names[0]]
     dump = Dump.of(arrays, source, args.block_size, args.page_stride, name=args.source)
     slots = None if args.rows is None else slots_of(args.rows)
