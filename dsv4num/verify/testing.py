@@ -246,7 +246,7 @@ class CheckedCase:
         head = [str(self), *found[0].lines]
         last = f"  reproduce: dsv4num.cases({self.operation!r}, {self.variant!r}, {self._where})"
         more = [f"also {difference.lines[0]}" for difference in found[1:]]
-        if taken > 1:
+        if taken > 1 and (self._case.outputs or self._case.updated):
             more.insert(
                 0, f"note: .inputs was taken {taken} times, fresh each; the last are looked at"
             )
