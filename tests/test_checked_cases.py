@@ -289,6 +289,10 @@ def test_many_outputs_in_one_report() -> None:
         ({"operation": "insert"}, "operation: got 'insert'; allowed: encode, "),
         ({"layout": "v5"}, "layout: got 'v5'; allowed: v4, "),
         ({"level": "exhaustive"}, "level: got 'exhaustive'; allowed: 'quick' or 'full'"),
+        ({"operation": [INSERT]}, f"operation: got ['{INSERT}']; allowed: encode, "),
+        ({"seed": -1}, "seed: got -1; allowed: an integer of 0 or more"),
+        ({"seed": "x"}, "seed: got 'x'; allowed: an integer of 0 or more"),
+        ({"profile": 3}, "--profile: got 3; allowed: "),
         ({"arrays": "jax"}, "arrays: got 'jax'; allowed: 'numpy' or 'torch'"),
         ({"device": "cuda"}, "device: got 'cuda'; allowed: 'cpu' for NumPy arrays"),
         ({"profile": "nobody"}, "--profile: got 'nobody'; allowed: "),
@@ -299,6 +303,25 @@ def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError) as error:
         dsv4num.cases(**{"operation": INSERT, **arguments})
     assert str(error.value).startswith(text)
+
+
+def test_a_device_that_is_not_there() -> None:
+    """An AssertionError of torch would read as a failed check."""
+    pytest.importorskip("torch")
+    for device in ("nonsense", "cuda:99"):
+        with pytest.raises(ArgumentError, match=rf"device: got '{device}' \(.*allowed: a device"):
+            cases(INSERT, "v4", arrays="torch", device=device)
+
+
+def test_inputs_that_are_taken_twice() -> None:
+    """The second time gives arrays that no call has seen: the report says so."""
+    case = next(tame(INSERT, "v4"))
+    reference.quantize_and_insert_k_cache(**case.inputs)
+    lines = report(case, k_cache=case.inputs["k_cache"])
+    assert any("the poison is still there" in line for line in lines)
+    assert lines[-1] == "note: .inputs was taken 2 times, fresh each; the last are looked at"
+    case.check(k_cache=reference.quantize_and_insert_k_cache(**case.inputs))
+    assert not any("taken" in line for line in report(case, k_cache=case.inputs["k_cache"] * 0))
 
 
 def test_wrong_checks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import struct
 import subprocess
 import sys
@@ -113,6 +114,11 @@ def truncated(content, cut=7):
     return content[:-cut]
 
 
+def zipped(file, name, content):
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(name, content)
+
+
 def hostile():
     """Name, content and what the error must say."""
     npy = saved(np.save, np.arange(100, dtype=np.uint8))
@@ -142,6 +148,11 @@ def hostile():
     yield "damaged.npz", bytes(damaged), "a whole .npz file"
     yield "none.npz", saved(lambda f: zipfile.ZipFile(f, "w").close()), "it is empty"
     yield "pickle.npz", saved(np.savez, np.array([Evil()], object)), "without objects"
+    yield (
+        "member.npz",
+        saved(lambda f: zipped(f, "a.npy", b"text")),
+        "array 'a', which is no .npy file",
+    )
     yield "short.safetensors", b"\1\0\0", "a header of"
     yield "header.safetensors", struct.pack("<Q", 1 << 62) + b"{}", f"a header of {1 << 62} bytes"
     yield "long.safetensors", struct.pack("<Q", 50) + b"{}", "a header of 50 bytes"
@@ -197,6 +208,22 @@ def test_hostile_torch_files(tmp_path, capsys):
     with pytest.raises(ArgumentError, match=r"a whole \.pt file"):
         load_array(of(tmp_path / "cut.pt", truncated(whole, 200)))
     assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("always")
+def test_one_line_and_no_warning(tmp_path, capsys, recwarn):
+    """NumPy warns of the size in this header, torch of this protocol, before they raise."""
+    shape = (
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': (4294967296, 4294967296, 4294967296), }"
+    )
+    shape += b" " * (117 - len(shape)) + b"\n"
+    of(tmp_path / "a.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(shape)) + shape)
+    of(tmp_path / "b.pt", pickle.dumps({"a": 1}, protocol=4))
+    for name in ("a.npy", "b.pt"):
+        assert main(["guess", str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2 and err.count("dsv4num: ") == 2
+    assert not recwarn.list
 
 
 def test_an_array_that_claims_to_be_huge(tmp_path):
@@ -258,7 +285,7 @@ def test_diff(capsys, pages):
     only = str(found["rows"][0])
     assert main(["diff", pages["right"], pages["mine"], *GEOMETRY, "--rows", only, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["compared"] == 68
-    for wrong in ("x", "3-", "-3", "1,,2", "0-99999999999", "99"):
+    for wrong in ("x", "3-", "-3", "1,,2", "0-99999999999", "99", "7-3", ""):
         assert main(["diff", pages["right"], pages["mine"], *GEOMETRY, f"--rows={wrong}"]) == 2
         assert "--rows" in capsys.readouterr().err
 
@@ -286,6 +313,18 @@ def test_explain_without_slots_or_input(capsys, pages, tmp_path):
     assert "unexplained" in capsys.readouterr().out
     assert main(["explain", pages["right"], "--expected", pages["right"], *GEOMETRY]) == 0
     assert "no difference" in capsys.readouterr().out
+
+
+def test_rows_of_which_none_is_written(capsys, pages, tmp_path):
+    count = len(load_array(pages["slots"]))
+    for slots, said in (
+        (np.full(count, -1), "--input: got no row that is written; allowed: one or more"),
+        (np.zeros(0, np.int64), "--input: got no row that is written; allowed: one or more"),
+        (np.full(count, 2**64 - 1, np.uint64), f"slots: got {2**64 - 1}; allowed: below 2^63"),
+    ):
+        given = ["--input", pages["k"], "--slots", of(tmp_path / "s.npy", saved(np.save, slots))]
+        assert main(["explain", pages["right"], *given, *GEOMETRY]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_explain_rotated_rows(capsys, tmp_path):
@@ -346,6 +385,7 @@ def test_inspect_and_guess(capsys, pages):
         ([*GEOMETRY[:2], "--block-size", "0"], "block_size: got 0"),
         ([*GEOMETRY, "--page-stride", "0"], "--page-stride: got 0"),
         ([*GEOMETRY, "--page-stride", "5"], "a page stride of 5"),
+        ([*GEOMETRY, "--page-stride", str(1 << 62)], f"a page stride of {1 << 62}"),
         (["--layout", "indexer_fp8", "--block-size", "1"], "[rows, 128]"),
     ],
 )
@@ -359,6 +399,13 @@ def test_options_that_do_not_go_together(capsys, pages):
     expected = ["--expected", pages["right"], "--slots", pages["slots"]]
     assert main(["explain", pages["mine"], *expected, *GEOMETRY]) == 2
     assert "only with --input" in capsys.readouterr().err
+    for option in (["--cos-sin", pages["k"]], ["--ratio", "1"], ["--bf16-round-trip"]):
+        for known, said in (
+            (["--expected", pages["right"]], "given with --expected; allowed: only with --input"),
+            (["--input", pages["k"]], "given without --positions; allowed: only with --positions"),
+        ):
+            assert main(["explain", pages["mine"], *known, *option, *GEOMETRY]) == 2
+            assert f"{option[0]}: got {said}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["explain", pages["mine"], *GEOMETRY])
 

@@ -233,6 +233,7 @@ def test_vs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, text in [
         (["layout", "--list", "--vs", "v4"], "--vs: got 'v4'; allowed: a NAME to compare with"),
         (["layout", "v4", "--vs", "v5"], "layout: got 'v5'"),
+        (["layout", "v4", "--c-header", "--json"], "--json: got given with --c-header"),
         (
             ["layout", "v4", "--vs", "v4_fnuz", "--block-size", "9999"],
             "block_size: got 9999; allow",
@@ -460,6 +461,8 @@ def test_pools_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     size = ["--block-size", "8"]
     assert main(["convert", str(source), pools, "--from", "v4", "--to", "v4_two_pools", *size]) == 0
     assert "rope.npy: 2 pages of 1,024 bytes" in capsys.readouterr().out
+    link = tmp_path / "link.bin"
+    link.hardlink_to(source)
     back = tmp_path / "back.bin"
     assert main(["convert", pools, str(back), "--from", "v4_two_pools", "--to", "v4", *size]) == 0
     assert back.read_bytes() == dump.data.tobytes()
@@ -470,7 +473,22 @@ def test_pools_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ),
         (["a,b,c", "x", "--from", "v4_two_pools", "--to", "v4"], "a,b,c: got 3 files; allowed: 2"),
         ([str(source), str(source), "--from", "v4", "--to", "v4"], "TARGET: got "),
+        ([str(source), str(link), "--from", "v4", "--to", "v4"], "TARGET: got "),
+        (
+            [str(source), f"{tmp_path}/x,{tmp_path}/./x", "--from", "v4", "--to", "v4_two_pools"],
+            f"TARGET: got {tmp_path}/x,{tmp_path}/./x; allowed: a file of its own for each pool",
+        ),
+        (
+            [str(source), f"{tmp_path}/x,{tmp_path}/no/x", "--from", "v4", "--to", "v4_two_pools"],
+            f"{tmp_path}/no/x: got no such directory",
+        ),
+        (
+            [str(source), f"{tmp_path}", "--from", "v4", "--to", "v4"],
+            f"{tmp_path}: got a directory",
+        ),
         ([str(source), "x.pt", "--from", "v4", "--to", "v4"], "x.pt: got a file of torch"),
+        ([str(source), "x.pt:k", "--from", "v4", "--to", "v4"], "x.pt:k: got a file of torch"),
+        ([str(source), "x", "--from", "v4", "--to", "v4", "--rows", "3-1"], "--rows: got '3-1'"),
         ([str(source), f"{tmp_path}/no/x", "--from", "v4", "--to", "v4"], f"{tmp_path}/no/x: got"),
         ([str(source), "x", "--from", "v4", "--to", "v41_mxfp8"], "v4 to v41_mxfp8: got"),
         (
@@ -482,7 +500,26 @@ def test_pools_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]:
         assert main(["convert", *argv, *size]) == 2
         assert f"dsv4num: {text}" in capsys.readouterr().err
-    assert not Path("x").exists() and not Path("x.pt").exists()
+    for name in ("x", "x.pt", "x.pt:k", f"{tmp_path}/x"):
+        assert not Path(name).exists()
+    assert source.read_bytes() == dump.data.tobytes()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_an_archive_is_one_file(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Writing one array replaces the others, of the source or of the pool before."""
+    dump, _ = written(get_layout("v4"), 8)
+    source = tmp_path / f"source{suffix}"
+    save_array(f"{source}:a", dump.data)
+    before, size = source.read_bytes(), ["--from", "v4", "--block-size", "8"]
+    assert main(["convert", f"{source}:a", f"{source}:b", "--to", "v4_unpadded", *size]) == 2
+    assert "TARGET: got " in capsys.readouterr().err
+    pools = ",".join(f"{tmp_path}/x{suffix}:{name}" for name in ("nope", "rope"))
+    assert main(["convert", f"{source}:a", pools, "--to", "v4_two_pools", *size]) == 2
+    assert "a file of its own for each pool" in capsys.readouterr().err
+    assert source.read_bytes() == before and list(tmp_path.iterdir()) == [source]
 
 
 def test_saved_arrays_are_read_back(tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ dialects = ["rope-halves", "floor-1e-4-on-scale"]
             "[[writes]]\nlayouts = ['v4']\ndialects = ['nibbles-swapped']",
             "got nibbles-swapped in v4, which cannot show it; allowed: layouts that the dialect is",
         ),
+        ("about = " + "[" * 5000 + "]" * 5000, "got no TOML ("),
         (
             "[[writes]]\ndialects = ['ties-up']\n[[writes]]\ndialects = ['ties-away']",
             "got both ties-up and ties-away for quantize_and_insert_k_cache over v4; allowed: one of",
@@ -212,6 +213,8 @@ def test_profiles_that_are_not_there(tmp_path: Path) -> None:
             load_profile(name)
     with pytest.raises(FileNotFoundError):
         load_profile(str(tmp_path / "nothing.toml"))
+    with pytest.raises(ArgumentError, match="--profile: got 3; allowed: a file"):
+        load_profile(3)  # type: ignore[arg-type]
 
 
 # --- inputs for which nothing is promised ---------------------------------------------

@@ -113,6 +113,7 @@ def test_every_case_of_one_layout(verify: Any, tmp_path: Path) -> None:
         (("--op", "pack", "--layout", "v4"), "--op: got 'pack'; allowed: an operation that has"),
         (("--op", INSERT, "--op", "pack", "--layout", "v4"), "--op: got 'pack'; allowed: "),
         (("--op", "pack", "--case", "every pair", "--case", "no"), "--case: got 'no'; allowed: "),
+        (("--op", "pack", "--seed", "-1"), "--seed: got -1; allowed: 0 or more"),
         (("--op", "pack", "--jobs", "-1"), "--jobs: got -1; allowed: 0"),
         (
             ("--op", "pack", "--json", "/no such folder/x"),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dsv4num.explain.sources import Source
 
 _FILES = "raw bytes, .npy, .npz:NAME, .safetensors:NAME or .pt:NAME"
+#: Options of `explain` about how --input is rotated.
+_ROTATION = ("positions", "cos_sin", "ratio", "bf16_round_trip")
 
 
 def add_diff(commands: Any) -> None:
@@ -45,8 +47,10 @@ def add_explain(commands: Any) -> None:
         "--positions", metavar="FILE", help="int [T]: --input is rotated first (5.6)"
     )
     parser.add_argument("--cos-sin", metavar="FILE", help="fp32 [positions, 64], for --positions")
-    parser.add_argument("--ratio", type=int, default=1, help="compress ratio, for --positions")
-    parser.add_argument("--bf16-round-trip", action="store_true", help="as in SPEC 5.6")
+    parser.add_argument("--ratio", type=int, help="compress ratio, for --positions (default: 1)")
+    parser.add_argument(
+        "--bf16-round-trip", action="store_true", help="as in SPEC 5.6, for --positions"
+    )
     _add_geometry(parser)
     parser.set_defaults(func=_explain)
 
@@ -83,7 +87,7 @@ def _diff(args: argparse.Namespace) -> int:
     from dsv4num.explain.diff import diff_dumps
 
     a, b = _dump(args, args.a), _dump(args, args.b)
-    found = diff_dumps(a, b, slots_of(args.rows) if args.rows else None)
+    found = diff_dumps(a, b, None if args.rows is None else slots_of(args.rows))
     _print(args.json, found)
     return 0 if found.equal else 1
 
@@ -93,16 +97,27 @@ def _explain(args: argparse.Namespace) -> int:
     from dsv4num.explain.search import explain_expected, explain_rows
 
     observed = _dump(args, args.observed)
+    # An option without effect would let its user believe that it had one.
     if args.expected:
-        for option in ("slots", "positions", "cos_sin"):
-            if getattr(args, option):
-                name = f"--{option.replace('_', '-')}"
-                raise ArgumentError(name, "given with --expected", "only with --input", "8")
+        _refuse_options(args, ("slots", *_ROTATION), "given with --expected", "only with --input")
         found = explain_expected(observed, _dump(args, args.expected))
     else:
-        found = explain_rows(observed, _source(args, observed))
+        if not args.positions:
+            _refuse_options(args, _ROTATION, "given without --positions", "only with --positions")
+        source = _source(args, observed)
+        if not (source.slots >= 0).any():  # equal in no byte is not equal
+            raise ArgumentError("--input", "no row that is written", "one or more", "8")
+        found = explain_rows(observed, source)
     _print(args.json, found)
     return 0 if found.status in ("no difference", "explained") else 1
+
+
+def _refuse_options(
+    args: argparse.Namespace, options: tuple[str, ...], given: str, allowed: str
+) -> None:
+    for option in options:
+        if getattr(args, option) not in (None, False):
+            raise ArgumentError(f"--{option.replace('_', '-')}", given, allowed, "8")
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -178,8 +193,9 @@ def _source(args: argparse.Namespace, observed: Dump) -> Source:
         return found
     if not args.cos_sin:
         raise ArgumentError("--cos-sin", "none", "a table, with --positions", "5.6")
+    ratio = 1 if args.ratio is None else args.ratio
     positions, table = load_array(args.positions), load_array(args.cos_sin)
-    return check_latents(found, positions, table, args.ratio, args.bf16_round_trip)
+    return check_latents(found, positions, table, ratio, args.bf16_round_trip)
 
 
 def slots_of(text: str) -> NDArray[np.int64]:
@@ -192,6 +208,8 @@ def slots_of(text: str) -> NDArray[np.int64]:
         ends = (first, last) if dash else (first, first)
         if not all(end.isascii() and end.isdigit() and len(end) < 10 for end in ends):
             raise ArgumentError("--rows", repr(text), "slots such as 0,3-7", "4.3")
+        if int(ends[1]) < int(ends[0]):  # it would select nothing, and nothing never differs
+            raise ArgumentError("--rows", repr(text), "ranges that do not fall, such as 3-7", "4.3")
         if int(ends[1]) - int(ends[0]) > 1 << 24:
             raise ArgumentError("--rows", repr(text), f"at most {1 << 24} slots", "4.3")
         slots += range(int(ends[0]), int(ends[1]) + 1)

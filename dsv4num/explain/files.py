@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from dsv4num.errors import ArgumentError, UnsupportedError
 from dsv4num.formats import Layout
 
-__all__ = ["load_array", "pool_files", "save_array"]
+__all__ = ["check_targets", "load_array", "pool_files", "save_array"]
 
 #: A header may not be longer, an array in a compressed file not larger.
 _MAX_HEADER, _MAX_MEMBER = 16 << 20, 2 << 30
@@ -48,10 +49,7 @@ def load_array(name: str) -> NDArray[Any]:
         ArgumentError: the file cannot be read, is damaged, holds a pickle, or not that array.
         UnsupportedError: a `.pt` file where torch is not installed.
     """
-    path, key = Path(name), None
-    if not path.exists() and ":" in name:
-        head, _, key = name.rpartition(":")
-        path = Path(head)
+    path, key = _source(name)
     if path.is_dir():
         _refuse(path, "a directory", "a file")
     readers = {
@@ -62,7 +60,10 @@ def load_array(name: str) -> NDArray[Any]:
         ".pth": _torch,
     }
     try:
-        array = readers.get(path.suffix.lower(), _raw)(path, key)
+        with warnings.catch_warnings():
+            # What NumPy and torch have to say about a damaged file, the error says in one line.
+            warnings.simplefilter("ignore")
+            array = readers.get(path.suffix.lower(), _raw)(path, key)
     except OSError as error:
         _refuse(path, error.strerror or str(error), "a file that can be read")
     return _known_dtype(path, array)
@@ -82,6 +83,62 @@ def pool_files(text: str, layout: Layout) -> list[str]:
     return names
 
 
+def check_targets(targets: list[str], sources: list[str]) -> None:
+    """Refuses what `save_array` could not write, or would lose by it, before anything is written.
+
+    Args:
+        targets: names for `save_array`, each of a file of its own: writing one replaces the file.
+        sources: names for `load_array` that must stay as they are.
+
+    Raises:
+        ArgumentError: a file of `sources`, or one that is named twice; a `.pt` file, which is a pickle;
+            a directory, or a file in none.
+    """
+    paths = [_check_target(name) for name in targets]
+    read = [_source(name)[0] for name in sources]
+    for name, path in zip(targets, paths, strict=True):
+        if any(_same_file(path, other) for other in read):
+            raise ArgumentError("TARGET", name, "another file than SOURCE", "4.8")
+        if sum(_same_file(path, other) for other in paths) > 1:
+            raise ArgumentError(
+                "TARGET", ",".join(targets), "a file of its own for each pool", "4.8"
+            )
+
+
+def _check_target(name: str) -> Path:
+    """The file that a target means, which can be written as far as one can see."""
+    path, _ = _target(name)
+    if {path.suffix.lower(), Path(name.rpartition(":")[0]).suffix.lower()} & {".pt", ".pth"}:
+        _refuse(path, "a file of torch", "raw bytes, .npy, .npz or .safetensors")
+    if path.is_dir() or not path.parent.is_dir():
+        given = "a directory" if path.is_dir() else "no such directory"
+        _refuse(path, given, "a file that can be written")
+    return path
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    """Whether two names are of one file, which may not exist yet; links count."""
+    return a.samefile(b) if a.exists() and b.exists() else a.resolve() == b.resolve()
+
+
+def _source(name: str) -> tuple[Path, str | None]:
+    """The file that a name of `load_array` means, and which array in it."""
+    path = Path(name)
+    if path.exists() or ":" not in name:
+        return path, None
+    head, _, key = name.rpartition(":")
+    return Path(head), key
+
+
+def _target(name: str) -> tuple[Path, str]:
+    """The file that a name of `save_array` means, and what the array in it is called."""
+    for suffix in (".npz", ".safetensors"):
+        head, found, tail = name.rpartition(f"{suffix}:")
+        if found:
+            return Path(head + suffix), tail
+    return Path(name), "pages"
+
+
 def save_array(name: str, array: NDArray[np.uint8]) -> None:
     """Writes bytes to a file: `.npy`, `.npz:NAME`, `.safetensors:NAME`, or raw bytes.
 
@@ -94,14 +151,9 @@ def save_array(name: str, array: NDArray[np.uint8]) -> None:
     Raises:
         ArgumentError: a `.pt` file, which is a pickle, or a file that cannot be written.
     """
-    path, key = Path(name), "pages"
-    for suffix in (".npz", ".safetensors"):
-        head, found, tail = name.rpartition(f"{suffix}:")
-        if found:
-            path, key = Path(head + suffix), tail
+    _check_target(name)
+    path, key = _target(name)
     suffix = path.suffix.lower()
-    if suffix in (".pt", ".pth"):
-        _refuse(path, "a file of torch", "raw bytes, .npy, .npz or .safetensors")
     try:
         with path.open("wb") as file:
             if suffix == ".npy":
@@ -178,12 +230,14 @@ def _npz(path: Path, key: str | None) -> NDArray[Any]:
         if sizes[chosen] > _MAX_MEMBER:
             _refuse(path, f"an array of {sizes[chosen]} bytes", f"at most {_MAX_MEMBER}")
         with np.load(path, allow_pickle=False) as arrays:
-            found: NDArray[Any] = arrays[chosen]
-            return found
+            found: Any = arrays[chosen]
     except (ArgumentError, OSError):
         raise
     except Exception as error:  # zipfile, zlib and NumPy each have their own
         _refuse(path, _short(error), "a whole .npz file without objects")
+    if not isinstance(found, np.ndarray):  # NumPy hands over as bytes what is no .npy file
+        _refuse(path, f"array {chosen!r}, which is no .npy file", "a file of np.savez")
+    return found
 
 
 def _safetensors(path: Path, key: str | None) -> NDArray[Any]:

@@ -269,6 +269,8 @@ def check_rows(rows: NDArray[Any], slots: NDArray[Any], layout: Layout) -> Rows:
         raise ArgumentError("rows", f"shape {list(rows.shape)}", allowed, "5.1")
     if slots.ndim != 1 or slots.dtype.kind not in "iu":
         raise ArgumentError("slots", f"{slots.dtype} {list(slots.shape)}", "integers [rows]", "5.1")
+    if slots.size and int(slots.max()) > np.iinfo(np.int64).max:  # it would become negative: no row
+        raise ArgumentError("slots", int(slots.max()), "below 2^63", "6.2")
     if len(slots) > len(rows):
         given = f"{len(rows)} rows"
         raise ArgumentError("rows", given, f"at least {len(slots)}, the number of slots", "5.1")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -78,6 +77,8 @@ def _layout(args: argparse.Namespace) -> int:
         print(json.dumps(found.as_json(), indent=2) if args.json else "\n".join(found.lines()))
         return 0 if found.equal else 1
     if args.c_header:
+        if args.json:
+            raise ArgumentError("--json", "given with --c-header", "one of the two", "4.6")
         from dsv4num.layouts.header import c_header
 
         print("\n".join(c_header(layout) for layout in chosen), end="")
@@ -189,7 +190,7 @@ def _convert(args: argparse.Namespace) -> int:
     import numpy as np
 
     from dsv4num.explain.command import slots_of
-    from dsv4num.explain.files import load_array, pool_files, save_array
+    from dsv4num.explain.files import check_targets, load_array, pool_files, save_array
     from dsv4num.explain.pages import Dump
     from dsv4num.layouts.convert import convert
 
@@ -199,12 +200,10 @@ def _convert(args: argparse.Namespace) -> int:
             name = f"--{option.replace('_', '-')}"
             raise ArgumentError(name, getattr(args, option), "1 or more", "4.3")
     names = pool_files(args.source, source), pool_files(args.target, target)
-    for name in names[1]:
-        if any(os.path.realpath(name) == os.path.realpath(one) for one in names[0]):
-            raise ArgumentError("TARGET", name, "another file than SOURCE", "4.8")
+    check_targets(names[1], names[0])
     arrays = [load_array(name) for name in names[0]]
     dump = Dump.of(arrays, source, args.block_size, args.page_stride, name=args.source)
-    slots = slots_of(args.rows) if args.rows else None
+    slots = None if args.rows is None else slots_of(args.rows)
     pages = convert(dump, target, args.to_block_size, slots)
     for name, part in zip(names[1], pages, strict=True):
         save_array(name, part)

@@ -206,6 +206,8 @@ def _check_options(arguments: argparse.Namespace, options: Options) -> None:
         for name in names:
             if name not in known:
                 raise ArgumentError(option, repr(name), ", ".join(sorted(known)))
+    if arguments.seed < 0:
+        raise ArgumentError("--seed", arguments.seed, "0 or more")
     if arguments.jobs < 0:
         raise ArgumentError("--jobs", arguments.jobs, "0 (by the machine) or more")
     pairs = list(selected(options))

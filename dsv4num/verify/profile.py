@@ -18,6 +18,7 @@ The expected bytes of a cache then come from the encoder of these dialects. All 
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -136,15 +137,17 @@ def load_profile(name: str) -> Profile:
         >>> [d.name for d in profile.dialects("quantize_and_insert_k_cache", get_layout("v4"))]
         ['floor-1e-4-on-scale']
     """
+    allowed = f"a file FILE.toml, or {', '.join(named_profiles())}"
+    if not isinstance(name, str | os.PathLike):
+        raise ArgumentError("--profile", repr(name), allowed, "8")
     path = Path(name)
     if path.suffix != ".toml":
         path = _FOLDER / f"{name}.toml"
         if name not in named_profiles():
-            allowed = f"a file FILE.toml, or {', '.join(named_profiles())}"
             raise ArgumentError("--profile", repr(name), allowed, "8")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # TOML or UTF-8
+    except (ValueError, RecursionError) as error:  # TOML or UTF-8; lists in lists in lists
         given = f"no TOML ({str(error).splitlines()[0]})"
         raise ArgumentError(str(path), given, "a profile", "8") from None
     return _parse(path, data)

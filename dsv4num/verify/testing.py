@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from dsv4num.errors import ArgumentError, MismatchError
 from dsv4num.verify.call import (
     Arrays,
@@ -60,7 +62,8 @@ def cases(
         Cases in the order of `verify`.
 
     Raises:
-        ArgumentError: a name, level, kind of arrays or profile that does not exist.
+        ArgumentError: a name, level, seed, kind of arrays, device or profile that does not exist.
+        OSError: a FILE.toml that cannot be read.
 
     Example:
         >>> import dsv4num
@@ -83,22 +86,40 @@ def cases(
           likely: nibbles swapped
           reproduce: dsv4num.cases('pack', 'e2m1', level='quick', seed=0), case 'every pair'
     """
-    if operation not in OPERATIONS:
+    if not isinstance(operation, str) or operation not in OPERATIONS:
         raise ArgumentError("operation", repr(operation), ", ".join(OPERATIONS), "5")
     found = OPERATIONS[operation]
     if layout is not None and layout not in found.variants:
         raise ArgumentError("layout", repr(layout), ", ".join(found.variants), found.clause)
     if level not in ("quick", "full"):
         raise ArgumentError("level", repr(level), "'quick' or 'full'", found.clause)
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise ArgumentError("seed", repr(seed), "an integer of 0 or more", found.clause)
     if arrays not in ("numpy", "torch"):
         raise ArgumentError("arrays", repr(arrays), "'numpy' or 'torch'", found.clause)
     if arrays == "numpy" and device != "cpu":
         raise ArgumentError("device", repr(device), "'cpu' for NumPy arrays", found.clause)
+    if device != "cpu":
+        _check_device(device, found.clause)
     contract = None if profile is None else load_profile(profile)
     variants = found.variants if layout is None else (layout,)
     where = f"level={level!r}, seed={seed}"
     where += "" if profile is None else f", profile={profile!r}"
     return _cases(found, variants, level, seed, arrays, device, contract, where)
+
+
+def _check_device(device: str, clause: str) -> None:
+    """torch itself knows which devices there are.
+
+    What it raises for another would pass for a failed check, where it is an AssertionError.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        given = f"{device!r} ({str(error).partition(chr(10))[0][:160]})"
+        raise ArgumentError("device", given, "a device that torch has here", clause) from None
 
 
 def _cases(
@@ -150,6 +171,7 @@ class CheckedCase:
         self._arrays, self._device, self._profile = arrays, device, profile
         self._where = where
         self._given: Given | None = None
+        self._taken = 0  # times since the last check
 
     def __repr__(self) -> str:
         poison = "" if self.poison is None else f", poison {self.poison:02X}"
@@ -161,6 +183,7 @@ class CheckedCase:
 
         `check` looks at those that were taken last.
         """
+        self._taken += 1
         self._given = give(self._case, self._fill, self._arrays, self._device)
         values = dict(self._given.values)
         if self._profile is not None and values.get("layout") in self._profile.layouts:
@@ -189,6 +212,7 @@ class CheckedCase:
         for name in operation.returns:
             if name not in outputs:
                 raise ArgumentError("outputs", f"no '{name}'", "what the call returned", "5")
+        taken, self._taken = self._taken, 0
         if given is None:
             raise ArgumentError("inputs", "not taken", "check() after a call with .inputs", "5")
         expected = expect(operation, case, self._fill, self._profile)
@@ -202,7 +226,7 @@ class CheckedCase:
         options: dict[str, Any] = {"profile": self._profile}
         found += differences(operation, case, self._fill, expected, observed, **options)
         if found:
-            raise MismatchError("\n".join(self._report(found)))
+            raise MismatchError("\n".join(self._report(found, taken)))
 
     def _put(self, name: str, value: Any, observed: Result) -> list[Difference]:
         """Puts an output that was returned in its place in the memory that was given."""
@@ -217,11 +241,15 @@ class CheckedCase:
         observed.buffers[name] = buffer
         return []
 
-    def _report(self, found: list[Difference]) -> list[str]:
+    def _report(self, found: list[Difference], taken: int) -> list[str]:
         """The first difference in full, and what else differs as far as there is room."""
         head = [str(self), *found[0].lines]
         last = f"  reproduce: dsv4num.cases({self.operation!r}, {self.variant!r}, {self._where})"
         more = [f"also {difference.lines[0]}" for difference in found[1:]]
+        if taken > 1 and (self._case.outputs or self._case.updated):
+            more.insert(
+                0, f"note: .inputs was taken {taken} times, fresh each; the last are looked at"
+            )
         room = MAX_LINES - 1 - len(head)
         if len(more) > room:
             more = [*more[: room - 1], f"also {len(more) - room + 1} more arrays"]
