@@ -1,7 +1,7 @@
 """Dialects against figures of public bug reports (B..) and of known differences (A..).
 
 The planted faults of test_explain.py and the search share one encoder; here every expected byte is
-typed in, from what others published.
+typed in, from what others published. `test_reports_by_tool.py` puts the figures to the search itself.
 """
 
 from __future__ import annotations

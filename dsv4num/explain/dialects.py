@@ -470,6 +470,8 @@ _LIST = (
     Dialect("nan-to-largest", "a NaN becomes the largest value", {"nan": "max"}, _has_nan),
     Dialect("nan-to-smallest", "a NaN becomes the most negative value", {"nan": "-max"}, _any),
     Dialect("nan-to-zero", "a NaN becomes zero", {"nan": "zero"}, _any),
+    Dialect("nan-to-negative-zero", "a NaN becomes -0", {"nan": "-zero"}, _fp4),
+    Dialect("raw-nan-to-zero", "a NaN in a bf16 field becomes zero", {"raw_nan": "zero"}, _raw),
     Dialect(
         "overflow-to-nan",
         "an element beyond the largest value becomes NaN instead of saturating",
@@ -572,6 +574,13 @@ _LIST = (
         _ROPE | {"group"},
     ),
     Dialect(
+        "rope-position-entry",
+        "RoPE takes the number of the entry as its position instead of that of its first token",
+        {"position": "entry"},
+        _any,
+        _ROPE | {"group"},
+    ),
+    Dialect(
         "rope-table-bf16", "the cosine table is rounded to bf16", {"table": "bf16"}, _any, _ROPE
     ),
     Dialect(
@@ -594,6 +603,12 @@ _LIST = (
         {"fused": "sin"},
         _any,
         _ROPE,
+    ),
+    Dialect(
+        "hadamard",
+        "rows go through a Walsh-Hadamard transform of 128 values before they are quantized",
+        {"hadamard": True},
+        lambda layout: layout.head_dim == 128,
     ),
     # Pooling.
     Dialect(

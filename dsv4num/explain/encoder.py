@@ -30,9 +30,11 @@ class Knobs:
     Attributes:
         rotation: pairs of RoPE: neighbours, or halves (NeoX); "inverse" turns the other way.
         table: the cosine table as it is, rounded to bf16, or its row read as cosines and sines in turn.
-        position: the position of a compressed row: the first or the last token of its group.
+        position: the position of a compressed row: that of the first or the last token of its group, or
+            the number of the entry.
         fused: the product that a fused multiply-add leaves unrounded: the one with the cosine or the
             one with the sine.
+        hadamard: rows go through a Walsh-Hadamard transform before they are quantized.
         bf16_step: whether the row is rounded to bf16 before it is quantized; None: as the operation
             does.
         bf16_rounding: how fp32 becomes bf16.
@@ -54,7 +56,8 @@ class Knobs:
         fp16_step: elements go through fp16, cut off, as the compiler for sm_89 does.
         ties: where a value goes that lies in the middle of two codes; "cut" rounds toward zero.
         carry: what becomes of a mantissa that rounds up to the next power of two.
-        nan: the code of a NaN element: the format's, the largest of either sign, or zero.
+        nan: the code of a NaN element: the format's, the largest of either sign, or a zero.
+        raw_nan: whether a NaN in a raw field stays one.
         overflow: above the largest value: that value, NaN, or, from half of it on, the largest.
         negative_zero: kept; "input" loses the sign of -0.0 alone, "dropped" of all that rounds to
             zero; "nan" writes the sign bit even where the format has no -0.
@@ -74,8 +77,9 @@ class Knobs:
 
     rotation: Literal["pairs", "halves", "inverse", "none"] = "pairs"
     table: Literal["fp32", "bf16", "in_turn"] = "fp32"
-    position: Literal["first", "last"] = "first"
+    position: Literal["first", "last", "entry"] = "first"
     fused: Literal["none", "cos", "sin"] = "none"
+    hadamard: bool = False
     bf16_step: bool | None = None
     bf16_rounding: Literal["even", "half_up", "cut"] = "even"
     lanes: Literal["as_is", "swapped", "lost"] = "as_is"
@@ -97,7 +101,8 @@ class Knobs:
     fp16_step: bool = False
     ties: Literal["even", "away", "zero", "up", "cut"] = "even"
     carry: Literal["kept", "lost"] = "kept"
-    nan: Literal["code", "max", "-max", "zero"] = "code"
+    nan: Literal["code", "max", "-max", "zero", "-zero"] = "code"
+    raw_nan: Literal["kept", "zero"] = "kept"
     overflow: Literal["saturates", "nan", "early"] = "saturates"
     negative_zero: Literal["kept", "input", "dropped", "nan"] = "kept"
     scale_word: Literal["layout", "unrounded", "number", "repeated", "power"] = "layout"
@@ -420,6 +425,7 @@ def _table(
         "max": fmt.max_code,
         "-max": fmt.max_code | fmt.sign_code,
         "zero": 0,
+        "-zero": fmt.sign_code,
     }
     return np.where(np.isnan(values), as_nan[nan], signed).astype(np.uint8)
 
@@ -462,6 +468,8 @@ def _pack(codes: NDArray[np.uint8], group: int, knobs: Knobs) -> NDArray[np.uint
 def _bf16_bits(values: NDArray[np.float32], knobs: Knobs, bf16: bool) -> NDArray[np.uint16]:
     """bf16 patterns of a raw field; the bits of values that were bf16 stay."""
     bits = np.ascontiguousarray(values).view(np.uint32)
+    if knobs.raw_nan == "zero":
+        bits = np.where(np.isnan(values), np.uint32(0), bits)
     if bf16:
         return (bits >> np.uint32(16)).astype(np.uint16)
     return round_to_bf16(bits, knobs.bf16_rounding)

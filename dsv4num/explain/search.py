@@ -30,7 +30,10 @@ _SHARE = 0.75
 #: Knobs of the place; the others make the record.
 _PLACE = ("arrangement", "page_multiple", "pages", "slot_shift", "pad_written")
 #: Knobs of the rows' origin.
-_ORIGIN = ("rotation", "table", "position", "fused", "bf16_step", "bf16_rounding", "lanes")
+_ORIGIN = (
+    *("rotation", "table", "position", "fused", "hadamard"),
+    *("bf16_step", "bf16_rounding", "lanes"),
+)
 
 
 @dataclass(frozen=True)

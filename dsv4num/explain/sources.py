@@ -76,7 +76,10 @@ class Rows:
 
     def values(self, knobs: Knobs) -> NDArray[np.float32]:
         """The rows, rounded to bf16 only where a knob says so."""
-        return _bf16_step(self.rows.astype(np.float32), knobs, step=False)
+        rows = _transformed(self.rows.astype(np.float32), knobs)
+        if knobs.hadamard and self.bf16:  # a row stays what it was
+            rows = _bf16_step(rows, knobs, step=True)
+        return _bf16_step(rows, knobs, step=False)
 
     def part(self, chosen: NDArray[np.int64]) -> Rows:
         """The same with these rows alone."""
@@ -119,7 +122,7 @@ class Latents:
         """The rotated rows."""
         rows = self.latent.astype(np.float32)
         rotated = _rotate(rows, self.positions, self.cos_sin_cache, self.compress_ratio, knobs)
-        return _bf16_step(rotated, knobs, step=self.bf16_round_trip)
+        return _bf16_step(_transformed(rotated, knobs), knobs, step=self.bf16_round_trip)
 
     def part(self, chosen: NDArray[np.int64]) -> Latents:
         """The same with these rows alone."""
@@ -217,7 +220,7 @@ class States:
         """Pooled, normed and rotated rows."""
         normed = rms_norm(self.pooled(knobs), self.weight, self.eps)
         rotated = _rotate(normed, self.positions, self.cos_sin_cache, self.compress_ratio, knobs)
-        return _bf16_step(rotated, knobs, step=True)
+        return _bf16_step(_transformed(rotated, knobs), knobs, step=True)
 
     def pooled(self, knobs: Knobs) -> NDArray[np.float32]:
         """The softmax mean of each column (clause 5.4, step 3)."""
@@ -310,6 +313,21 @@ def _bf16_step(rows: NDArray[np.float32], knobs: Knobs, *, step: bool) -> NDArra
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _transformed(rows: NDArray[np.float32], knobs: Knobs) -> NDArray[np.float32]:
+    """Rows through an orthonormal Walsh-Hadamard transform, where a knob says so."""
+    if not knobs.hadamard:
+        return rows
+    count, width = rows.shape
+    step = 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        while step < width:
+            pairs = rows.reshape(count, -1, 2, step)
+            low, high = pairs[:, :, 0], pairs[:, :, 1]
+            rows = np.stack([low + high, low - high], axis=2).reshape(count, width)
+            step *= 2
+        return rows * np.float32(width**-0.5)
+
+
 def _rotate(
     rows: NDArray[np.float32],
     positions: NDArray[np.int64],
@@ -320,7 +338,8 @@ def _rotate(
     """Rows with their last 64 values rotated."""
     if knobs.rotation == "none":
         return rows
-    at = positions if knobs.position == "last" else positions // ratio * ratio
+    entry = positions // ratio
+    at = {"first": entry * ratio, "last": positions, "entry": entry}[knobs.position]
     entries = table[at]
     if knobs.table == "bf16":
         halves = round_to_bf16(np.ascontiguousarray(entries).view(np.uint32), "even")

@@ -27,8 +27,9 @@ class Comparison:
         names: of the two.
         fingerprints: of the two.
         differences: sentences; none for the same bytes.
-        telling: for pages of "ones", of "zeros" and of "steps" (value (row + dim) % 8), the first byte
-            that tells the two apart, as a sentence; None where none does.
+        telling: for pages of "ones", of "zeros" and of "steps" (0 to 7 in turn, at another power of two
+            from group to group and from row to row), the first byte that tells the two apart, as a
+            sentence; None where none does.
     """
 
     names: tuple[str, str]
@@ -227,7 +228,10 @@ def _pages(layout: Layout, block_size: int, kind: str) -> list[NDArray[np.int16]
     """Two pages of rows, pool by pool; -1 for bytes that are not written."""
     rows = np.full((2 * block_size, layout.head_dim), kind == "ones", np.float32)
     if kind == "steps":
-        rows += (np.arange(len(rows))[:, None] + np.arange(layout.head_dim)) % 8
+        # Scales of E4M3 hold these powers; groups of 16 to 128 elements and rows differ in theirs.
+        row, dim = np.arange(len(rows))[:, None], np.arange(layout.head_dim)
+        power = row % 8 + dim // 16 % 4 + dim // 64 % 8 - 9
+        rows += np.ldexp(((row + dim) % 8).astype(np.float32), power)
     records, slots = encode_records(rows, layout), np.arange(2 * block_size)
     found = []
     for fill in (0x00, 0xFF):
