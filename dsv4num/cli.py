@@ -1,6 +1,7 @@
 """The command `dsv4num`: look at layouts and codes, verify kernels, explain and move bytes.
 
-Exit codes: 0 done; 1 something differs, breaks a rule or stays unexplained; 2 bad input.
+Exit codes: 0 done; 1 something differs, breaks a rule or stays unexplained; 2 bad input; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.func(args))
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        return 130  # as a shell says it
     except BrokenPipeError:  # the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2

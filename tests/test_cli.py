@@ -148,6 +148,15 @@ def test_bad_input_is_one_line_and_code_2(capsys, argv, message):
     assert captured.err.count("\n") == 1
 
 
+def test_interrupted(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dsv4num.cli.get_scalar", interrupt)
+    assert main(["encode", "e2m1", "1"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_usage_errors_and_version(capsys):
     for argv in ([], ["layout"], ["layout", "v4", "--list"]):
         with pytest.raises(SystemExit) as stop:

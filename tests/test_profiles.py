@@ -187,6 +187,10 @@ dialects = ["rope-halves", "floor-1e-4-on-scale"]
             "[[writes]]\ndialects = ['\\u0000']",
             "allowed: one of `dsv4num verify --profiles`",
         ),
+        (
+            "[[writes]]\ndialects = ['rule-F3']",
+            "got rule-F3, which no layout that is verified can show",
+        ),
         ("[[writes]]\noperations = ['pack']", "got operations with 'pack'; allowed: one of quantize_"),
         (
             "[[writes]]\nlayouts = ['v4']\ndialects = ['nibbles-swapped']",

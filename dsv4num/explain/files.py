@@ -107,7 +107,9 @@ def check_targets(targets: list[str], sources: list[str]) -> None:
 
 def _check_target(name: str) -> Path:
     """The file that a target means, which can be written as far as one can see."""
-    path, _ = _target(name)
+    path, key = _target(name)
+    if not key or {"/", "\\"} & set(key):  # a name of a member, not a way out of where it is unpacked
+        _refuse(path, f"an array called {key!r}", "a name that is not empty and has no slash")
     if {path.suffix.lower(), Path(name.rpartition(":")[0]).suffix.lower()} & {".pt", ".pth"}:
         _refuse(path, "a file of torch", "raw bytes, .npy, .npz or .safetensors")
     if path.is_dir() or not path.parent.is_dir():

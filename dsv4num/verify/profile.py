@@ -190,6 +190,9 @@ def _writes(where: str, entry: Any) -> Writes:
         _known(where, "layouts", entry.get("layouts", []), LAYOUTS),
     )
     for dialect in found.dialects:
+        if not any(map(dialect.suits, LAYOUTS.values())):
+            given = f"{dialect.name}, which no layout that is verified can show"
+            raise ArgumentError(where, given, "dialects of `dsv4num verify --profiles`", "8")
         for name in found.layouts:
             if not dialect.suits(LAYOUTS[name]):
                 given = f"{dialect.name} in {name}, which cannot show it"
