@@ -917,7 +917,7 @@ def test_a_report_says_how_many_bytes_differ(verify: Any, monkeypatch: pytest.Mo
 def test_a_kernel_that_raises(
     error: type[Exception], verify: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our kernels offer everything: whatever they raise is a failure, and hides no other case."""
+    """Our kernels offer everything: whatever they raise is a failure, and hides no other run."""
 
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise error("broken")
@@ -925,7 +925,40 @@ def test_a_kernel_that_raises(
     monkeypatch.setattr(dsv4num.gpu, "pack", fail)
     code, out, _ = verify("--op", "pack", "--op", "unpack", "--path", "portable")
     assert code == 1 and "1 mismatches" in out.splitlines()[-1]
-    assert "pack e2m1, case 'every pair' did not run" in out and f"{error.__name__}: broken" in out
+    where = "pack e2m1, case 'every pair', portable path, rows default, warps default"
+    assert f"{where}\ndid not run" in out and f"{error.__name__}: broken" in out
+
+
+def test_a_case_that_breaks_before_a_kernel_runs(
+    verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise ValueError("no answer")
+
+    monkeypatch.setattr(runner, "expect", broken)
+    code, out, _ = verify("--op", "pack", "--path", "portable")
+    assert code == 1 and "pack e2m1, case 'every pair' did not run" in out
+    assert "ValueError: no answer" in out and out.splitlines()[-1].startswith("0 runs, ")
+
+
+def test_a_launch_that_does_not_compile(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other launches of the sweep run all the same."""
+    original, refused = dsv4num.gpu.rope_quant_insert, []
+
+    def rope_quant_insert(*arguments: Any, launch: Any, **keywords: Any) -> None:
+        if launch.num_warps == 8:
+            refused.append(launch)
+            raise RuntimeError("PassManager::run failed")
+        original(*arguments, launch=launch, **keywords)
+
+    options = ("--op", "rope_quant_insert", "--variant", "v4", "--case", "views")
+    whole = verify(*options, "--path", "portable")[1].splitlines()[-1]
+    monkeypatch.setattr(dsv4num.gpu, "rope_quant_insert", rope_quant_insert)
+    code, out, _ = verify(*options, "--path", "portable")
+    runs = int(whole.split()[0])
+    assert code == 1 and "warps 8\ndid not run" in out and 0 < len(refused) < runs
+    assert out.splitlines()[-1].startswith(f"{runs - len(refused)} runs, ")
+    assert f" {len(refused)} mismatches" in out.splitlines()[-1]
 
 
 def test_a_process_of_ours_that_dies_ends_the_run() -> None:

@@ -323,7 +323,14 @@ class _Judge:
             if options.device == "cuda":
                 torch.cuda.synchronize()
         except (Exception, SystemExit) as error:
-            if self.other is None or isinstance(error, NotOffered):
+            if self.other is None:
+                if not isinstance(error, Exception):
+                    raise
+                # One launch that cannot run, or not be compiled, must not hide the others.
+                lines = traceback.format_exc().splitlines()[-3:]
+                self._fail(run, 1, ["did not run", *lines], row)
+                return
+            if isinstance(error, NotOffered):
                 raise
             if isinstance(error, NotImplementedError | UnsupportedError):
                 raise NotOffered(_say(error)) from None
