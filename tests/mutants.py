@@ -66,8 +66,9 @@ from dsv4num.reference.compressor import (
     _window,
 )
 from dsv4num.reference.group import apply_scales
-from dsv4num.reference.record import _bf16_bits, _columns, _load_scales, _planes, _store_scales
+from dsv4num.reference.record import _bf16_bits, _columns, _planes, _store_scales, load_scales
 from dsv4num.reference.sparse_index import _compressed_count, _mapped, _rounded_up
+from dsv4num.verify.call import filled
 from dsv4num.verify.case import Case, flat, rebase
 from dsv4num.verify.operations import OPERATIONS, Operation
 
@@ -699,11 +700,11 @@ def infinite_scale_stored_as_nan(scale_codes: Array, field: Any) -> Array:
     return decode(scale_codes, UE8M0).astype("<f4").view(np.uint8)
 
 
-@instead_of(_load_scales, GATHER)
+@instead_of(load_scales, GATHER)
 def exponent_of_the_fp32_scale(stored: Array, field: Any) -> Array:
     """The reader keeps the exponent of an fp32 scale only."""
     if field.format is not FP32:
-        return _load_scales(stored, field)
+        return load_scales(stored, field)
     return (stored.view("<u4") & np.uint32(0x7F800000)).view(np.float32)
 
 
@@ -1533,13 +1534,7 @@ def run(operation: Operation, case: Case, fill: int, *, skips: bool = False) -> 
 
     With `skips` it gets the arguments of the kernels, which may be out of range.
     """
-    call = {**case.arguments, **case.keywords, **({} if skips else case.reference)}
-    for name, value in call.items():
-        if isinstance(value, np.ndarray):
-            buffer = flat(value).copy()
-            if name in case.outputs:
-                buffer[:] = fill
-            call[name] = rebase(value, buffer)
+    call = filled(case, fill, {} if skips else case.reference)
     written = {name: call[name] for name in (*case.outputs, *case.updated)}
     positional = [call.pop(name) for name in case.arguments]
     with np.errstate(all="ignore"):

@@ -8,6 +8,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import pytest
+from typed_pages import ordinary_rows
 
 from dsv4num import LAYOUTS, ArgumentError, get_layout, reference
 from dsv4num.explain import (
@@ -352,12 +353,7 @@ FROM_BYTES = (
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_expected_bytes_alone(name):
     layout = get_layout(name)
-    rows = np.random.RandomState(1).standard_normal((TOKENS, layout.head_dim))
-    rows *= np.exp2(np.arange(TOKENS)[:, None] % 9 - 4)
-    rows[::5] = 0
-    rows[::5, ::2] = -0.0
-    rows[3::7] *= 2.0**-12
-    source = Rows(rows.astype(BF16), np.arange(TOKENS))
+    source = ordinary_rows(layout, TOKENS)
     right = planted(name, source)
     shown = 0
     for dialect in dialects_of(layout):

@@ -8,6 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from typed_pages import ordinary_rows
 
 from dsv4num import get_layout
 from dsv4num.cli import main
@@ -194,12 +195,7 @@ def test_a_pair_is_named_first(name: str, pair: tuple[str, str]) -> None:
 def test_expected_bytes_alone(name: str, dialects: tuple[str, ...]) -> None:
     """Without the input rows, too."""
     layout = get_layout(name)
-    rows = np.random.RandomState(1).standard_normal((TOKENS, layout.head_dim))
-    rows *= np.exp2(np.arange(TOKENS)[:, None] % 9 - 4)
-    rows[::5] = 0
-    rows[::5, ::2] = -0.0
-    rows[3::7] *= 2.0**-12
-    source = Rows(rows.astype(BF16), np.arange(TOKENS))
+    source = ordinary_rows(layout, TOKENS)
     right = planted(name, source)
     for dialect in dialects:
         found = explain_expected(planted(name, source, dialect), right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from dsv4num import get_layout
@@ -83,3 +84,13 @@ def blamed(name: str, *cases: Case) -> list[str]:
     found = explain_rows(right, source)
     assert found.status == "no difference", found.lines()
     return named(explain_rows(wrong, source))
+
+
+def ordinary_rows(layout: Layout, tokens: int) -> Rows:
+    """Rows of several magnitudes: every fifth of zeros of both signs, some below floors."""
+    rows = np.random.RandomState(1).standard_normal((tokens, layout.head_dim))
+    rows *= np.exp2(np.arange(tokens)[:, None] % 9 - 4)
+    rows[::5] = 0
+    rows[::5, ::2] = -0.0
+    rows[3::7] *= 2.0**-12
+    return Rows(rows.astype(ml_dtypes.bfloat16), np.arange(tokens))

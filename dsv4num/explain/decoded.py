@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4num.explain.encoder import Knobs, encode_under, field_columns
-from dsv4num.formats import BF16, FP32, Field, Layout
+from dsv4num.formats import Layout
 from dsv4num.reference import decode, unpack
+from dsv4num.reference.record import load_scales
 
-__all__ = ["Decoded", "scales_of", "values_of"]
+__all__ = ["Decoded", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def values_of(
             scale = layout.scale_of(entry)
             scales = np.ones(groups.shape[:2], np.float32)
             if scale is not None:
-                scales = scales_of(np.ascontiguousarray(records[:, columns[scale]]), scale)
+                scales = load_scales(np.ascontiguousarray(records[:, columns[scale]]), scale)
             if for_encoding and rule.scale_rounding == "up_to_power_of_two":
                 border = np.abs(groups) == np.float32(rule.qmax / 2)
                 at_border = np.nanmax(np.abs(groups), axis=-1, initial=0) == np.float32(
@@ -114,16 +115,6 @@ def values_of(
                 values = (groups * scales[..., None]).reshape(len(records), -1)
                 if outer is not None and outer.dims == entry.dims:
                     held = np.ascontiguousarray(records[:, columns[outer]])
-                    values = values * scales_of(held, outer)
+                    values = values * load_scales(held, outer)
                 rows[:, dims] = values
     return rows
-
-
-def scales_of(held: NDArray[np.uint8], field: Field) -> NDArray[np.float32]:
-    """Stored scales [T, bytes] as fp32 numbers [T, groups], of several copies the first."""
-    assert field.format is not None
-    if field.format is FP32:
-        return held.view("<f4")[:, :: field.copies].astype(np.float32)
-    if field.format is BF16:
-        return decode(held.view("<u2")[:, :: field.copies].astype(np.uint16), BF16)
-    return decode(np.ascontiguousarray(held[:, :: field.copies]), field.format)

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4num.explain.decoded import scales_of
 from dsv4num.explain.encoder import field_columns
 from dsv4num.formats import BF16, FP32, Field, GroupRule, Layout
 from dsv4num.reference import decode, encode, encode_scale, unpack
+from dsv4num.reference.record import load_scales
 
 __all__ = ["Checked", "check_records"]
 
@@ -101,7 +101,7 @@ def _check(
 ) -> Checked:
     wrong: dict[str, NDArray[np.bool_]] = {}
     assert scale.format is not None
-    scales = scales_of(held, scale)
+    scales = load_scales(held, scale)
     words: Any = {8: "u1", 16: "<u2", 32: "<u4"}[scale.format.width]
     copies = held.view(words).reshape(*scales.shape, scale.copies)
     stored = np.ascontiguousarray(copies[..., 0])

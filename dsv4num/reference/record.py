@@ -22,7 +22,7 @@ from dsv4num.formats import BF16, FP32, Field, Layout, Plane, get_layout
 from dsv4num.reference.group import apply_scales, decode_scale, encode_scale, quantize
 from dsv4num.reference.scalar import decode, encode, kind_of, pack, unpack
 
-__all__ = ["decode_records", "encode_records", "read_records", "write_records"]
+__all__ = ["decode_records", "encode_records", "load_scales", "read_records", "write_records"]
 
 #: A cache, or one for each pool of the layout.
 Caches: TypeAlias = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
@@ -378,10 +378,10 @@ def _decode_chunk(
             scale = layout.scale_of(field)
             if scale is not None:
                 held = np.ascontiguousarray(records[:, columns[scale.name]])
-                values = apply_scales(values, _load_scales(held, scale), field.rule.group)
+                values = apply_scales(values, load_scales(held, scale), field.rule.group)
             if outer is not None and outer.dims == field.dims:
                 held = np.ascontiguousarray(records[:, columns[outer.name]])
-                values = apply_scales(values, _load_scales(held, outer), values.shape[1])
+                values = apply_scales(values, load_scales(held, outer), values.shape[1])
             if field.rule.scale_rounding == "given":
                 with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                     values = values * tensor_scale
@@ -422,8 +422,8 @@ def _store_scales(scale_codes: NDArray[Any], field: Field) -> NDArray[np.uint8]:
     return np.repeat(little, field.copies, axis=-1).view(np.uint8)
 
 
-def _load_scales(stored: NDArray[np.uint8], field: Field) -> NDArray[np.float32]:
-    """The scales as fp32 numbers; of several copies the first."""
+def load_scales(stored: NDArray[np.uint8], field: Field) -> NDArray[np.float32]:
+    """Stored scales, uint8 [T, bytes], as fp32 numbers [T, groups]; of several copies the first."""
     assert field.format is not None
     if field.format is FP32:
         return stored.view("<f4")[:, :: field.copies].astype(np.float32)

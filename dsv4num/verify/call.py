@@ -6,7 +6,7 @@ NumPy throughout; torch is imported only where tensors are asked for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,16 +75,21 @@ def fills_of(case: Case) -> tuple[int, ...]:
     return FILLS if case.outputs else FILLS[:1]
 
 
-def expect(operation: Operation, case: Case, fill: int, profile: Profile | None = None) -> Result:
-    """What a call must leave behind: by the oracle, or for a cache by the contract of a profile."""
-    given = {**case.arguments, **case.keywords}
-    call: dict[str, Any] = {**given, **case.reference}
+def filled(case: Case, fill: int, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, `changed` ones in their place: copies, outputs poisoned."""
+    call: dict[str, Any] = {**case.arguments, **case.keywords, **changed}
     for name, value in call.items():
         if isinstance(value, np.ndarray):
             buffer = flat(value).copy()
             if name in case.outputs:
                 buffer[:] = fill
             call[name] = rebase(value, buffer)
+    return call
+
+
+def expect(operation: Operation, case: Case, fill: int, profile: Profile | None = None) -> Result:
+    """What a call must leave behind: by the oracle, or for a cache by the contract of a profile."""
+    call = filled(case, fill, case.reference)
     written = dict(call)
     if profile is not None and profile.write(operation.name, call):
         returned = None
@@ -99,7 +104,7 @@ def expect(operation: Operation, case: Case, fill: int, profile: Profile | None 
         }
         case.restore({name: written[name] for name in case.outputs}, blank)
     result = Result({}, {})
-    for name, value in given.items():
+    for name, value in {**case.arguments, **case.keywords}.items():
         if isinstance(value, np.ndarray):
             # An argument that is not written must come back as it was given to the other side.
             changed = name in case.outputs or name in case.updated
