@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import mpmath  # type: ignore[import-untyped]
+import mpmath  # type: ignore[import-untyped]  # has no types
 import numpy as np
 import slow_oracle as slow
 from slow_oracle import INF, MINUS_ZERO, NAN, ZERO, Number, is_inf, is_nan, is_negative

@@ -458,7 +458,7 @@ def test_norm_by_one_rounding() -> None:
         lambda: analysis.encode_scale_by(np.ones(1, np.float32), "N2/16"),
         lambda: analysis.quantize_by(np.ones(64, np.float32), np.uint8([127]), "M1/32"),
         lambda: analysis.element_bound("ue8m0"),
-        lambda: analysis.scaled_range("e2m1", 6, "up"),  # type: ignore[arg-type]
+        lambda: analysis.scaled_range("e2m1", 6, "up"),  # type: ignore[arg-type]  # refused
         lambda: analysis.group_bound("N2/16", rounding="floor"),
         lambda: analysis.double_rounding_rate("bf16"),
         lambda: analysis.sum_bound(3, "tree"),

@@ -76,13 +76,13 @@ def test_a_numpy_scalar_is_no_array() -> None:
     with pytest.raises(
         ArgumentError, match=r"x: got a NumPy scalar \(float32\); allowed: an array"
     ):
-        reference.encode(np.float32(1), "e2m1")  # type: ignore[arg-type]
+        reference.encode(np.float32(1), "e2m1")  # type: ignore[arg-type]  # refused
 
 
 def test_block_sizes_of_a_layout() -> None:
     for wrong in (0, -1, True, 1.0, "64", None):
         with pytest.raises(ArgumentError, match=r"block_size: got .*; allowed: an integer of 1 or"):
-            get_layout("v4").page_bytes(wrong)  # type: ignore[arg-type]
+            get_layout("v4").page_bytes(wrong)  # type: ignore[arg-type]  # refused
 
 
 def test_an_alias_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:

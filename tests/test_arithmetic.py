@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
-import mpmath  # type: ignore[import-untyped]
+import mpmath  # type: ignore[import-untyped]  # has no types
 import numpy as np
 import pytest
 import slow_oracle as slow
@@ -61,7 +61,7 @@ def exact_error(x: float, y: float) -> float:
 
 def slow_exp32(x: Fraction) -> Fraction:
     """The rule of clause 1.3, every operation done exactly and then rounded."""
-    rn: Callable[[Fraction], Fraction] = lambda v: Fraction(slow.round_fp32(v))  # noqa: E731
+    rn: Callable[[Fraction], Fraction] = lambda v: Fraction(slow.round_fp32(v))  # noqa: E731  (typed)
     magic = Fraction(facts.ROUND_MAGIC)
     n = rn(rn(rn(x * Fraction(facts.LOG2E)) + magic) - magic)
     assert n.denominator == 1
@@ -141,7 +141,7 @@ def test_exp32_keeps_shape_and_refuses_float64() -> None:
     assert bits_of(exp32(x.T)[2]) == bits_of(exp32(x[:, 2].copy()))
     assert exp32(x).dtype == np.float32
     with pytest.raises(ArgumentError, match=r"x: got float64; allowed: float32 \(SPEC 1.3\)"):
-        exp32(np.zeros(3))  # type: ignore[arg-type]
+        exp32(np.zeros(3))  # type: ignore[arg-type]  # refused
 
 
 # --- tree_sum (clause 1.2) ------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_tree_sum_refuses_other_lengths(length: int) -> None:
 def test_tree_sum_refuses_bad_arguments() -> None:
     for axis in (1, -2, True, 0.0, None):
         with pytest.raises(ArgumentError, match="axis"):
-            tree_sum(np.zeros(4, np.float32), axis)  # type: ignore[arg-type]
+            tree_sum(np.zeros(4, np.float32), axis)  # type: ignore[arg-type]  # refused
     with pytest.raises(ArgumentError, match="float16"):
         tree_sum(np.zeros(4, np.float16), 0)
 
@@ -228,7 +228,7 @@ def slow_sqrt(x: Fraction) -> Fraction:
 
 def slow_norm(row: list[Fraction], weight: list[Fraction], eps: Fraction) -> list[Fraction]:
     """The rule of clause 1.4 in exact arithmetic, rounded after each operation."""
-    rn: Callable[[Fraction], Fraction] = lambda v: Fraction(slow.round_fp32(v))  # noqa: E731
+    rn: Callable[[Fraction], Fraction] = lambda v: Fraction(slow.round_fp32(v))  # noqa: E731  (typed)
     mean = rn(slow_tree_sum([rn(v * v) for v in row]) / len(row))
     inverse = rn(1 / slow_sqrt(rn(mean + eps)))
     return [inverse, *(rn(rn(v * inverse) * w) for v, w in zip(row, weight, strict=True))]
@@ -272,7 +272,7 @@ def test_rms_norm_refuses_bad_arguments() -> None:
         (r"eps: got 1e\+39", lambda: inv_rms(c, 1e39)),
         ("eps: got 1000", lambda: inv_rms(c, 10**400)),
         ("eps: got inf", lambda: inv_rms(c, math.inf)),
-        ("eps: got '1'", lambda: inv_rms(c, "1")),  # type: ignore[arg-type]
+        ("eps: got '1'", lambda: inv_rms(c, "1")),  # type: ignore[arg-type]  # refused
         ("weight: got float64", lambda: rms_norm(c, weight.astype(np.float64), 0.0)),
         (r"weight: got shape \[2\]", lambda: rms_norm(c, weight[:2], 0.0)),
         (r"weight: got shape \[2, 4\]", lambda: rms_norm(c, c, 0.0)),
@@ -311,7 +311,7 @@ def test_round_bf16_nan_and_infinity() -> None:
 def test_round_bf16_refuses_other_types() -> None:
     for x in (np.zeros(2), np.zeros(2, ml_dtypes.bfloat16), [1.0]):
         with pytest.raises(ArgumentError, match=r"allowed: float32 \(SPEC 1.5\)"):
-            round_bf16(x)  # type: ignore[arg-type]
+            round_bf16(x)  # type: ignore[arg-type]  # refused
 
 
 # --- public reports -------------------------------------------------------------------

@@ -18,17 +18,17 @@ from dsv4num import reference
 from dsv4num.formats import LAYOUTS
 from dsv4num.reference import compressor
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import cpu, report, scenes  # noqa: E402  (only where torch is)
-from benchmarks import gpu as command  # noqa: E402
-from benchmarks.scenes import SCENES, Maker, Traffic, bind  # noqa: E402
-from dsv4num import gpu  # noqa: E402
-from dsv4num.gpu import seed_api  # noqa: E402
+from benchmarks import gpu as command  # noqa: E402  (only where torch is)
+from benchmarks.scenes import SCENES, Maker, Traffic, bind  # noqa: E402  (only where torch is)
+from dsv4num import gpu  # noqa: E402  (only where torch is)
+from dsv4num.gpu import seed_api  # noqa: E402  (only where torch is)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -112,7 +112,7 @@ def test_cases_that_need_gigabytes_are_for_a_gpu() -> None:
 
 def test_tensors(device: str) -> None:
     """Kernels, on whatever device the session has."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="kernels need torch")
     from dsv4num import gpu
 
     how = {"arrays": "torch", "device": device}
@@ -307,7 +307,7 @@ def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
 
 def test_a_device_that_is_not_there() -> None:
     """An AssertionError of torch would read as a failed check."""
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="kernels need torch")
     for device in ("nonsense", "cuda:99"):
         with pytest.raises(ArgumentError, match=rf"device: got '{device}' \(.*allowed: a device"):
             cases(INSERT, "v4", arrays="torch", device=device)
@@ -356,5 +356,5 @@ except AttributeError as error:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "module 'dsv4num' has no attribute 'case'\n"
     with pytest.raises(AttributeError, match="no attribute 'case'"):
-        _ = dsv4num.case  # type: ignore[attr-defined]
+        _ = dsv4num.case  # type: ignore[attr-defined]  # refused
     assert dsv4num.cases is cases

@@ -235,8 +235,8 @@ def test_readme_examples():
 
 def test_readme_code_for_a_gpu():
     """Blocks without prompts need a GPU; but what they import exists, and what they make is valid."""
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
+    pytest.importorskip("torch", reason="kernels need torch")
+    pytest.importorskip("triton", reason="kernels need triton")
     blocks = [block for block in readme_blocks("python") if ">>>" not in block]
     assert len(blocks) == 2
     for block in blocks:

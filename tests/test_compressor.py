@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
-import mpmath  # type: ignore[import-untyped]
+import mpmath  # type: ignore[import-untyped]  # has no types
 import numpy as np
 import pytest
 import slow_compressor as plain

@@ -84,7 +84,7 @@ def test_safetensors(tmp_path):
 
 
 def test_torch(tmp_path):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="kernels need torch")
     rows = torch.arange(6).reshape(2, 3).to(torch.bfloat16)
     codes = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
     path = of(tmp_path / "a.pt", saved(lambda file, value: torch.save(value, file), rows))
@@ -199,7 +199,7 @@ def test_hostile_files(tmp_path, capsys, name, content, said):
 
 
 def test_hostile_torch_files(tmp_path, capsys):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="kernels need torch")
     for name, value in (("evil", Evil()), ("number", 3), ("sparse", torch.eye(3).to_sparse())):
         path = of(tmp_path / f"{name}.pt", saved(lambda f, v: torch.save(v, f), value))
         with pytest.raises(ArgumentError):

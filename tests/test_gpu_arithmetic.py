@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+triton = pytest.importorskip("triton", reason="kernels need triton")
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl  # noqa: E402  (only where torch is)
 
-from dsv4num.gpu.arithmetic import square_root  # noqa: E402
+from dsv4num.gpu.arithmetic import square_root  # noqa: E402  (only where torch is)
 
 BLOCK = 1 << 20
 

@@ -15,12 +15,12 @@ from test_recorded_bytes import FILE as GOLDENS
 import dsv4num.reference
 from dsv4num import ArgumentError, Dsv4numError, ValueRangeError
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 import dsv4num.gpu  # noqa: E402  (only where torch is)
-from dsv4num.gpu import Launch  # noqa: E402
-from dsv4num.gpu.compressor import choose_plan, plans  # noqa: E402
+from dsv4num.gpu import Launch  # noqa: E402  (only where torch is)
+from dsv4num.gpu.compressor import choose_plan, plans  # noqa: E402  (only where torch is)
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 OUTPUTS = ("state_cache", "kv_cache", "latent_out")

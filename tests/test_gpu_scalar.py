@@ -14,11 +14,11 @@ from test_scalar import around, boundaries
 from dsv4num import RULES, SCALARS, ArgumentError, Dsv4numError, UnsupportedError
 from dsv4num import reference as oracle
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 from dsv4num import gpu  # noqa: E402  (only where torch is)
-from dsv4num.gpu import Launch  # noqa: E402
+from dsv4num.gpu import Launch  # noqa: E402  (only where torch is)
 
 BF16 = ml_dtypes.bfloat16
 SMALL = ("e4m3fn", "e4m3fnuz", "e2m1", "ue8m0")

@@ -10,10 +10,10 @@ from dsv4num.errors import Dsv4numError
 from dsv4num.formats import LAYOUTS, WILD_LAYOUTS, WILD_RULES, get_layout
 from dsv4num.reference import quantize_and_insert_k_cache as reference_insert
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
-from dsv4num import gpu  # noqa: E402
+from dsv4num import gpu  # noqa: E402  (only where torch is)
 
 #: Those that differ from one of the nine in pages or arrangement alone: the kernels write them.
 WRITTEN = {

@@ -392,7 +392,7 @@ def test_law_the_scale_is_the_smallest_that_does_not_overflow(rule: str) -> None
 )
 def test_errors(call: object, name: str, given_text: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        call()  # type: ignore[operator]
+        call()  # type: ignore[operator]  # refused
     text = str(caught.value)
     assert text.startswith(f"{name}: got ") and given_text in text
     assert "; allowed: " in text and "(SPEC " in text

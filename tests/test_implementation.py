@@ -19,12 +19,12 @@ from test_cli import readme_blocks
 import dsv4num
 from dsv4num.cli import main
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 from dsv4num.verify import command, devices  # noqa: E402  (only where torch is)
-from dsv4num.verify.implementation import load_implementation  # noqa: E402
-from dsv4num.verify.operations import OPERATIONS  # noqa: E402
+from dsv4num.verify.implementation import load_implementation  # noqa: E402  (only where torch is)
+from dsv4num.verify.operations import OPERATIONS  # noqa: E402  (only where torch is)
 
 ROOT = Path(dsv4num.__file__).parent.parent
 INSERT, GATHER = "quantize_and_insert_k_cache", "dequantize_and_gather_k_cache"

@@ -18,13 +18,13 @@ from calls import bytes_of, copied, tensor_of, whole
 from conftest import HAS_GPU
 from mutants import FILLS, run
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 from dsv4num import gpu  # noqa: E402  (only where torch is)
-from dsv4num.gpu import Launch  # noqa: E402
-from dsv4num.verify.case import Case, flat, place  # noqa: E402
-from dsv4num.verify.operations import OPERATIONS  # noqa: E402
+from dsv4num.gpu import Launch  # noqa: E402  (only where torch is)
+from dsv4num.verify.case import Case, flat, place  # noqa: E402  (only where torch is)
+from dsv4num.verify.operations import OPERATIONS  # noqa: E402  (only where torch is)
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: the interpreter has no streams")

@@ -148,7 +148,7 @@ def test_width_of_no_layout(width: int) -> None:
 @pytest.mark.parametrize("name", ["", "V4", "v41", "v4 ", None, 584, ("v4",)])
 def test_unknown_layout(name: object) -> None:
     with pytest.raises(ArgumentError) as caught:
-        get_layout(name)  # type: ignore[arg-type]
+        get_layout(name)  # type: ignore[arg-type]  # refused
     text = str(caught.value)
     assert text.startswith(f"layout: got {name!r}") and "(SPEC 4" in text
     assert "v41_nvfp4_inline" in text
@@ -197,4 +197,4 @@ def test_field_by_kind() -> None:
 def test_a_page_has_rows(rows: object) -> None:
     for measure in (get_layout("v4").owned_bytes, get_layout("v4").page_bytes):
         with pytest.raises(ArgumentError, match="block_size"):
-            measure(rows)  # type: ignore[arg-type]
+            measure(rows)  # type: ignore[arg-type]  # refused

@@ -14,13 +14,13 @@ from test_sparse_index import MAKE, MIXED, MIXED_KEYWORDS
 
 import dsv4num
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 from test_gpu_paged_cache import as_tensors  # noqa: E402  (only where torch is)
 
-from dsv4num import gpu  # noqa: E402
-from dsv4num.gpu import library  # noqa: E402
+from dsv4num import gpu  # noqa: E402  (only where torch is)
+from dsv4num.gpu import library  # noqa: E402  (only where torch is)
 
 #: The compiler behind torch.compile uses what Python and torch have deprecated, in some versions.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -218,7 +218,7 @@ def test_profiles_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_profile(str(tmp_path / "nothing.toml"))
     with pytest.raises(ArgumentError, match="--profile: got 3; allowed: a file"):
-        load_profile(3)  # type: ignore[arg-type]
+        load_profile(3)  # type: ignore[arg-type]  # refused
 
 
 # --- inputs for which nothing is promised ---------------------------------------------

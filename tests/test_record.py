@@ -247,7 +247,7 @@ def cache68() -> np.ndarray:
 )
 def test_errors(call: object, kind: type, name: str, text: str) -> None:
     with pytest.raises(kind) as caught:
-        call()  # type: ignore[operator]
+        call()  # type: ignore[operator]  # refused
     message = str(caught.value)
     assert message.startswith(f"{name}: got ") and text in message
     assert "; allowed: " in message and "(SPEC " in message

@@ -259,7 +259,7 @@ def test_shapes_and_strides_are_kept() -> None:
 )
 def test_errors(call: object, name: str, given: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        call()  # type: ignore[operator]
+        call()  # type: ignore[operator]  # refused
     text = str(caught.value)
     assert text.startswith(f"{name}: got ") and given in text
     assert "; allowed: " in text and "(SPEC 2" in text

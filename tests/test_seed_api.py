@@ -13,13 +13,13 @@ from test_sparse_index import COMBINE, MAKE, MIXED, MIXED_KEYWORDS
 
 from dsv4num import ArgumentError, get_layout
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 from test_gpu_paged_cache import as_tensor, as_tensors  # noqa: E402  (only where torch is)
 
-from dsv4num import gpu  # noqa: E402
-from dsv4num.gpu import seed_api  # noqa: E402
+from dsv4num import gpu  # noqa: E402  (only where torch is)
+from dsv4num.gpu import seed_api  # noqa: E402  (only where torch is)
 
 VECTORS = np.load(Path(__file__).parent / "vectors" / "h200_triton36.npz", allow_pickle=False)
 

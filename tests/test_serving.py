@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from conftest import HAS_GPU, no_waiting
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 from dsv4num import get_layout, gpu  # noqa: E402  (only where torch is)
-from dsv4num.gpu import seed_api  # noqa: E402
-from dsv4num.gpu.warmup import (  # noqa: E402
+from dsv4num.gpu import seed_api  # noqa: E402  (only where torch is)
+from dsv4num.gpu.warmup import (  # noqa: E402  (only where torch is)
     CompressedCache,
     IndexPlan,
     KCache,

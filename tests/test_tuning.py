@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
-from dsv4num.audit.specialization import ARCHITECTURES  # noqa: E402
-from dsv4num.gpu import _tuning  # noqa: E402
-from dsv4num.gpu._target import assume, target_named  # noqa: E402
+from dsv4num.audit.specialization import ARCHITECTURES  # noqa: E402  (only where torch is)
+from dsv4num.gpu import _tuning  # noqa: E402  (only where torch is)
+from dsv4num.gpu._target import assume, target_named  # noqa: E402  (only where torch is)
 
 OPERATIONS = tuple(_tuning._SM_90)
 

@@ -11,8 +11,8 @@ import pytest
 
 import dsv4num
 
-pytest.importorskip("torch")
-pytest.importorskip("triton")
+pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 PACKAGE = Path(dsv4num.__file__).parent
 #: Keyword-only parameters that one side may have alone.
@@ -47,7 +47,7 @@ FUNCTIONS = [(stem, name) for stem in TWINS for name in names(stem)]
 
 def parameters(function: object, alone: set[str]) -> list[tuple[str, object, object]]:
     """Name, kind and default of every parameter that the twin must have too."""
-    signature = inspect.signature(function)  # type: ignore[arg-type]
+    signature = inspect.signature(function)  # type: ignore[arg-type]  # any callable
     for name in alone & set(signature.parameters):
         found = signature.parameters[name]
         assert found.kind is inspect.Parameter.KEYWORD_ONLY, f"{name} is not keyword-only"

@@ -24,13 +24,13 @@ import dsv4num
 from dsv4num.cli import main
 from dsv4num.errors import ArgumentError, UnsupportedError
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 import dsv4num.gpu  # noqa: E402  (only where torch is)
 from dsv4num.verify import command, devices, operations, report, runner  # noqa: E402
-from dsv4num.verify.merge import merge as merge_of  # noqa: E402
-from dsv4num.verify.operations import OPERATIONS  # noqa: E402
+from dsv4num.verify.merge import merge as merge_of  # noqa: E402  (only where torch is)
+from dsv4num.verify.operations import OPERATIONS  # noqa: E402  (only where torch is)
 
 PACKAGE = Path(dsv4num.__file__).parent
 INSERT, GATHER = "quantize_and_insert_k_cache", "dequantize_and_gather_k_cache"

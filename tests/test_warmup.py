@@ -15,12 +15,12 @@ from conftest import HAS_GPU
 import dsv4num
 from dsv4num import ArgumentError
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="kernels need torch")
+pytest.importorskip("triton", reason="kernels need triton")
 
 from dsv4num import gpu  # noqa: E402  (only where torch is)
-from dsv4num.gpu import Launch  # noqa: E402
-from dsv4num.gpu.warmup import (  # noqa: E402
+from dsv4num.gpu import Launch  # noqa: E402  (only where torch is)
+from dsv4num.gpu.warmup import (  # noqa: E402  (only where torch is)
     CompressedCache,
     IndexPlan,
     KCache,
@@ -182,13 +182,13 @@ def test_what_an_operation_refuses(device: str) -> None:
 def test_bad_call(device: str) -> None:
     for config, place, name in ((None, device, "config"), (CONFIG, "nowhere", "device")):
         with pytest.raises(ArgumentError) as caught:
-            warmup(config, place)  # type: ignore[arg-type]
+            warmup(config, place)  # type: ignore[arg-type]  # refused
         assert caught.value.name == name
 
 
 def test_configuration_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        CONFIG.slots = "int32"  # type: ignore[misc]
+        CONFIG.slots = "int32"  # type: ignore[misc]  # refused: frozen
     assert hash(CONFIG) == hash(replace(CONFIG))
 
 

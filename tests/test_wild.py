@@ -399,9 +399,9 @@ def test_one_scale_for_a_tensor() -> None:
     assert (record[0, 256:320] == 0x40).all()  # 2: its scale is 1, whatever is given
     for wrong in (0.0, -1.0, float("inf"), float("nan"), 1e39, True, "1", None, np.ones(2)):
         with pytest.raises(ArgumentError, match="tensor_scale: got"):
-            encode_records(row, "plain_fp8", tensor_scale=wrong)  # type: ignore[arg-type]
+            encode_records(row, "plain_fp8", tensor_scale=wrong)  # type: ignore[arg-type]  # refused
         with pytest.raises(ArgumentError, match="tensor_scale: got"):
-            decode_records(record, "v32_nvfp4", tensor_scale=wrong)  # type: ignore[arg-type]
+            decode_records(record, "v32_nvfp4", tensor_scale=wrong)  # type: ignore[arg-type]  # refused
 
 
 # --- rules ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import mpmath  # type: ignore[import-untyped]
+import mpmath  # type: ignore[import-untyped]  # has no types
 import numpy as np
 
 from dsv4num.formats.arithmetic import EXP32_POLYNOMIAL

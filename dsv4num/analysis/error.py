@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats  # type: ignore[import-untyped]  # has no types
 
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import BF16, FP32, FloatFormat
