@@ -104,10 +104,13 @@ def compiled_here(code: str) -> str:
 def test_every_operation_is_launched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: dict[str, int] = dict.fromkeys(OPERATIONS, 0)
     spread: set[tuple[int, int]] = set()
+    whole: list[bool] = []
 
     def counting(name: str, original: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> Any:
             called[name] += 1
+            if name == "dequantize_and_gather_k_cache":
+                whole.append(arguments[3] is None)
             if name == "compress_norm_rope_store":
                 spread.add((options["launch"].rows, options["launch"].columns))
             else:
@@ -121,6 +124,7 @@ def test_every_operation_is_launched(device: str, monkeypatch: pytest.MonkeyPatc
     for name in OPERATIONS:
         monkeypatch.setattr(gpu, name, counting(name, getattr(gpu, name)))
     report = warmup(CONFIG, device)
+    assert whole.count(True) == whole.count(False) == 6  # two kernels: whole sequences, and last rows
     assert list(called.values()) == [2, 12, 3, 9, 2, 2, 2, 3, 6]
     assert spread == {
         *((tokens, columns) for tokens in (16, 4, 1) for columns in (512, 128)),
