@@ -354,10 +354,12 @@ def print_collected() -> None:
         found for name in ("quantize", "round_bf16") for found in collect(name, targets, "quick")
     ]
     native = {}
-    for found in collect("encode", ("sm_90",), "quick"):
-        if found.native and found.constant["FORMAT"] in ("e4m3fn", "bf16"):
+    for found in [*collect("encode", ("sm_90",), "quick"), *made]:
+        name = found.constant.get("FORMAT") or str(getattr(found.constant.get("RULE"), "element", ""))
+        halves = found.signature["x_ptr"] == "*i16"
+        if found.native and (name in ("e4m3fn", "bf16") or (name == "e2m1" and halves)):
             stages = compile_to_text(found)
-            native[found.constant["FORMAT"]] = [
+            native[name] = [
                 sorted({finding.rule for finding in inspect(stages, native=path)})
                 for path in (True, False)
             ]
@@ -603,6 +605,7 @@ def test_what_llvm_proved_is_no_permission(product: str, clean: bool) -> None:
         ("ptx", "  div.rn.f32 %f1, %f2, %f3;", ""),
         ("ptx", "  call.uni (retval0), helper, (param0);", "approximation"),
         ("ptx", "  cvt.rn.bf16x2.f32 %r1, %f1, %f2;", "conversion"),
+        ("ptx", "  cvt.rn.f16x2.f32 %r1, %f1, %f2;", "conversion"),
         ("ptx", "  { cvt.rn.satfinite.e4m3x2.f32 low, %f1, %f2;", "float8"),
         ("ptx", "  ld.global.f32 %f1, [%rd1];", ""),
         ("ptx", "  fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;", "contraction"),
@@ -637,6 +640,11 @@ def test_a_line(stage: str, line: str, rule: str) -> None:
         ("cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;", ""),
         ("cvt.rn.f16x2.e4m3x2 %r1, %rs1;", ""),
         ("cvt.f32.f16 %f1, %rs1;", ""),
+        ("cvt.rn.f16x2.f32 %r1, %f1, %f2;", ""),
+        ("abs.f16x2 %r1, %r2;", ""),
+        ("min.f16x2 %r1, %r2, %r3;", ""),
+        ("cvt.rz.f16x2.f32 %r1, %f1, %f2;", "conversion"),
+        ("mul.f16x2 %r1, %r2, %r3;", "unknown"),
         ("cvt.rn.bf16.f32 %rs1, %f1;", ""),
         ("cvt.rn.bf16x2.f32 %r1, %f1, %f2;", ""),
         ("cvt.rn.satfinite.e5m2x2.f32 %rs1, %f1, %f2;", "conversion"),
@@ -761,7 +769,7 @@ def test_collected_specializations_are_those_of_a_launch(collected: Any) -> None
             mine
         )
         by_default = [found for found in mine if found["default"]]
-        assert {found["warps"] for found in by_default} == {4}
+        assert {found["warps"] for found in by_default} == {4, 1}  # for few rows and for many
 
 
 def test_quick_takes_one_of_each_family_in_its_default_launch(collected: Any) -> None:
@@ -775,6 +783,7 @@ def test_the_native_path_of_the_kernels_holds_what_it_declares(collected: Any) -
     assert collected["native"] == {
         "e4m3fn": [[], ["float8"]],
         "bf16": [[], ["conversion"]],
+        "e2m1": [[], ["conversion"]],
     }
 
 

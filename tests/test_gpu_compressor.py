@@ -159,7 +159,8 @@ def test_recorded_states(case: str) -> None:
         (65536, 1, 128, 128, (128, 32)),  # HCA, prefill: many groups
         (1024, 1, 128, 128, (128, 32)),
         (512, 1, 128, 128, (128, 16)),  # five groups at most: more programs per group
-        (64, 64, 128, 128, (1, 16)),  # HCA, decode: any token may end a group
+        (64, 64, 128, 128, (1, 32)),  # HCA, decode: any token may end a group
+        (8, 8, 128, 128, (1, 16)),
         (1, 1, 128, 128, (1, 16)),
     ],
 )

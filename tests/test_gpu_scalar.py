@@ -324,3 +324,34 @@ def test_quotients_at_every_midpoint_of_every_scale(device: str) -> None:
     found, found_scales = gpu.quantize(torch.from_numpy(groups).to(device), "N2/16")
     assert np.array_equal(found_scales.cpu().numpy(), scale_codes)
     assert np.array_equal(found.cpu().numpy(), codes)
+
+
+def test_bf16_at_every_midpoint_of_every_scale(device: str) -> None:
+    """NVFP4 of bf16 values, which the native path takes through fp16: beside every midpoint, too."""
+    scales = oracle.decode(np.arange(1, 127, dtype=np.uint8), "e4m3fn")
+    midpoints = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    products = ((scales[:, None] * midpoints).view(np.uint32) >> 16).astype(np.uint16)
+    beside = products[..., None] + np.arange(-7, 8).astype(np.uint16)
+    x = np.concatenate([beside, beside | 0x8000], axis=1)
+    amax = (6 * scales).astype(BF16).view(np.uint16)
+    first = np.broadcast_to(amax[:, None, None], (*x.shape[:2], 1))
+    groups = np.concatenate([first, x], axis=2).reshape(-1, 16).view(BF16)
+    codes, scale_codes = oracle.quantize(groups, "N2/16")
+    assert np.array_equal(scale_codes[:, 0], np.repeat(np.arange(1, 127), 14))
+    found, found_scales = gpu.quantize(tensor(groups, device), "N2/16")
+    assert np.array_equal(found_scales.cpu().numpy(), scale_codes)
+    assert np.array_equal(found.cpu().numpy(), codes)
+
+
+def test_fp16_keeps_bf16_products_on_their_side_of_midpoints() -> None:
+    """What `pack_e2m1_halves` rests on: every bf16 value over every scale, by its steps in NumPy."""
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    for scale in oracle.decode(np.arange(1, 127, dtype=np.uint8), "e4m3fn"):
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            halves = (values * (np.float32(2.0**-14) / scale)).astype(np.float16)
+            quotients = values / scale
+        halves[np.isnan(halves)] = np.inf  # the smaller of a NaN and a number is the number
+        patterns = halves.view(np.uint16)
+        limited = np.minimum(patterns & 0x7FFF, 0x0E00)  # 6 * 2**-14
+        codes = (limited + 0xFF + ((limited >> 9) & 1)) >> 9 | (patterns >> 12) & 8
+        assert np.array_equal(codes, oracle.encode(quotients, "e2m1")), scale

@@ -23,6 +23,8 @@ def test_every_architecture(name: str, operation: str, monkeypatch: pytest.Monke
     for number in (tile.values, tile.warps, tile.rows(512), tile.rows(128)):
         assert number & (number - 1) == 0 and number > 0
     assert tile.rows(2 * tile.values) == 1
+    assert tile.rows(128, _tuning.FEW_ROWS) == 1
+    assert tile.rows(128, _tuning.FEW_ROWS + 1) == tile.rows(128) > 1
     # Triton for AMD refuses an option that it does not know.
     assert tile.limit == {} or name.startswith("sm_")
 
@@ -38,6 +40,6 @@ def test_registers_allow_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     with assume(target_named("sm_90")):
         tiles = [_tuning.tile_of(operation, torch.device("cpu")) for operation in OPERATIONS]
     limited = [tile for tile in tiles if tile.registers is not None]
-    assert len(limited) == 2
+    assert len(limited) == 3
     assert all(tile.limit["maxnreg"] * tile.warps * 32 <= 65536 for tile in limited)
     assert all(tile.limit["maxnreg"] <= 255 for tile in limited)

@@ -57,16 +57,16 @@ class Finding:
 _PTX_FLOAT = r"(?:b?f16|f32|f64)(?:x2)?|tf32|e\dm\d(?:x[24])?|ue8m0(?:x2)?"
 #: Conversions of PTX that both paths may use: whole numbers from and to fp32.
 _PTX_CONVERSIONS = r"cvt\.rn\.f32\.[us](?:8|16|32)|cvt\.rzi\.[us]32\.f32"
-#: Those of the native path: `cvt` of sm_89 and later, which round as SPEC section 2 says, and the way
-#: back from E4M3 through fp16, which is exact.
+#: Those of the native path: `cvt` of sm_89 and later, which round as SPEC section 2 says; the way back
+#: from E4M3 through fp16, which is exact; and pairs of fp16 that E2M1 codes are taken from.
 _PTX_NATIVE_CONVERSIONS = (
-    r"cvt\.rn\.satfinite\.e4m3x2\.f32|cvt\.rn\.f16x2\.e4m3x2|cvt\.f32\.f16"
+    r"cvt\.rn\.satfinite\.e4m3x2\.f32|cvt\.rn\.f16x2\.(?:e4m3x2|f32)|cvt\.f32\.f16"
     r"|cvt\.rn\.bf16(?:x2)?\.f32"
 )
 _PTX_EXACT = (
     r"(?:add|sub|mul|div|sqrt|rcp)\.rn\.f32(?:x2)?|(?:abs|neg|copysign)\.f32(?:x2)?"
     r"|(?:min|max)(?:\.NaN)?\.f32|setp?\.\w+(?:\.\w+)?\.f32|selp\.f32|redux\.sync\.(?:min|max)\S*\.f32"
-    rf"|{_PTX_CONVERSIONS}|{_PTX_NATIVE_CONVERSIONS}"
+    rf"|(?:abs|min)\.f16x2|{_PTX_CONVERSIONS}|{_PTX_NATIVE_CONVERSIONS}"
 )
 
 #: Operations of AMDGCN that are exact, or round once and to nearest. The prefixes and suffixes of the

@@ -55,7 +55,7 @@ class Specialization:
         attributes: what is known of the others, by path: alignments, ranges.
         options: the compiler's options, as the launch set them for the target.
         launched: the operation, variant, case and launch that it was first seen in.
-        default: whether it was seen in a launch with the built-in choices.
+        default: whether it was seen in a launch with the built-in choices, for few rows or for many.
     """
 
     target: str
@@ -174,14 +174,15 @@ def collect(operation_name: str, targets: tuple[str, ...], level: Level) -> list
 
     from dsv4num.gpu._target import Launch, assume, target_named
     from dsv4num.verify.operations import OPERATIONS
+    from dsv4num.verify.runner import MANY_ROWS
 
     operation = OPERATIONS[operation_name]
     found: dict[tuple[str, str, str], Specialization] = {}
-    launched, default = "", True
+    launched, built_in = "", True
 
     def record(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         place = (driver.active.name, f"{fn.module}.{fn.name}", key)
-        if place not in found or (default and not found[place].default):
+        if place not in found or (built_in and not found[place].default):
             # The options are read back as Triton's own preloading reads them.
             options = json.loads(compile["specialization_data"])["options"]
             found[place] = Specialization(
@@ -194,7 +195,7 @@ def collect(operation_name: str, targets: tuple[str, ...], level: Level) -> list
                 attributes=compile["configs"][0],
                 options={k: tuple(v) if isinstance(v, list) else v for k, v in options.items()},
                 launched=launched,
-                default=default,
+                default=built_in,
             )
         return True  # do not compile, do not launch
 
@@ -207,7 +208,7 @@ def collect(operation_name: str, targets: tuple[str, ...], level: Level) -> list
                 driver.set_active(_Driver(name))
                 with assume(target):
                     for launch in call.launches(target.native):
-                        default = launch == Launch(path=launch.path)
+                        built_in = replace(launch, path="auto") in (Launch(), MANY_ROWS)
                         launched = (
                             f"{operation.name} {variant}, case '{case.name}', {launch.path} path"
                         )

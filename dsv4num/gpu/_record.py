@@ -16,6 +16,7 @@ from dsv4num.arguments import Cache
 from dsv4num.errors import UnsupportedError
 from dsv4num.formats import BF16, FP32
 from dsv4num.gpu.group import Rule, quantize_groups, rule_constant
+from dsv4num.gpu.scalar import widen_bf16
 
 
 class Record(NamedTuple):
@@ -46,20 +47,23 @@ def page_and_row(slot, page_stride, RECORD: tl.constexpr):
 
 
 @triton.jit
-def load_groups(ptr, first, kept, GROUP: tl.constexpr):
-    """Loads bf16 codes [N, GROUP] that start `first` [N] elements after pointers; 0 where not kept."""
+def load_groups(ptr, first, kept, GROUP: tl.constexpr, NATIVE: tl.constexpr):
+    """Loads bf16 codes [N, GROUP] that start `first` [N] elements after pointers, as fp32 bits.
+
+    0 where not kept.
+    """
     if GROUP == 16 and first.shape[0] >= 32:
         # In two halves of 16 bytes, so that a thread has both: the maximum of a group takes no exchange
         # between threads then, nor does the store of its eight bytes.
         dim = tl.arange(0, 8)
         at = (ptr + first)[:, None] + dim[None, :]
-        low = tl.load(at, mask=kept[:, None], other=0)
-        high = tl.load(at + 8, mask=kept[:, None], other=0)
-        halves = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (first.shape[0], 16))
+        low = widen_bf16(tl.load(at, mask=kept[:, None], other=0), NATIVE)
+        high = widen_bf16(tl.load(at + 8, mask=kept[:, None], other=0), NATIVE)
+        bits = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (first.shape[0], 16))
     else:
         at = (ptr + first)[:, None] + tl.arange(0, GROUP)[None, :]
-        halves = tl.load(at, mask=kept[:, None], other=0)
-    return halves.to(tl.uint16, bitcast=True)
+        bits = widen_bf16(tl.load(at, mask=kept[:, None], other=0), NATIVE)
+    return bits
 
 
 @triton.jit
@@ -73,12 +77,14 @@ def store_groups(
     RECORD: tl.constexpr,
     RULE: tl.constexpr,
     NATIVE: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     """Quantizes a tile of fp32 bits, one line per group of a row, and stores codes, scales and pads.
 
-    A raw group has no codes, and a byte of padding in the place of its scale.
+    A raw group has no codes, and a byte of padding in the place of its scale. HALVES: the bits are
+    those of bf16 values.
     """
-    stored, scale_codes = quantize_groups(bits, RULE, NATIVE)
+    stored, scale_codes = quantize_groups(bits, RULE, NATIVE, HALVES)
     NBYTES: tl.constexpr = stored.shape[1]
     coded = kept & (group < RECORD.coded // RULE.group)
     at = page + RECORD.codes_at + row * RECORD.codes_step + group * NBYTES

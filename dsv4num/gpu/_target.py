@@ -38,6 +38,11 @@ class Target:
     name: str
     native: bool
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may begin before the one ends that it waits for: sm_90 and later."""
+        return self.name.startswith("sm_") and int(self.name[3:]) >= 90
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -69,16 +69,6 @@ def tree_sum_columns(x):
 
 
 @triton.jit
-def tree_sum_rows(x):
-    """[N, M] to [1, M]: adjacent pairs of the first axis, again and again (clause 1.2)."""
-    if x.shape[0] == 1:
-        total = x
-    else:
-        total = tree_sum_rows(tl.sum(tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), axis=1))
-    return total
-
-
-@triton.jit
 def square_root(x, NATIVE: tl.constexpr):
     """The root, rounded to nearest, of fp32 values that are 0 or more, or NaN.
 

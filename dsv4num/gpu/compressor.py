@@ -8,6 +8,7 @@ columns are spread over programs, and a second kernel norms, rotates and stores 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,13 +31,12 @@ from dsv4num.gpu._record import (
     store_groups,
     store_raw,
 )
-from dsv4num.gpu._target import Launch, interpreted, use_native
+from dsv4num.gpu._target import Launch, interpreted, target_of, use_native
 from dsv4num.gpu._tuning import tile_of
 from dsv4num.gpu.arithmetic import (
     exp_nonpositive,
     inverse_rms,
     load_weight,
-    tree_sum_rows,
     weight_view,
 )
 from dsv4num.gpu.paged_cache import describe
@@ -54,6 +54,8 @@ _ROPE_DIM = tl.constexpr(64)
 _NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 _NAN = tl.constexpr(0x7FFFFFFF)
 _LATENT_DIM = 512
+#: Values of a tile that is quantized at a time: 64 per thread of a warp.
+_PART = 2048
 #: A row of the scratch buffer is followed by whether its window exists; four keep the next one aligned.
 _SCRATCH = tl.constexpr(4)
 
@@ -68,61 +70,83 @@ class Window(NamedTuple):
     width: int  # columns of kv in a state row; the scores follow
     block_size: int  # rows per state block
     held: int  # rows of the window that follow each other in one thread
+    run: int  # of these, rows that are sure to follow each other in one state block
 
 
 # Pooling
 
 
 @triton.jit
-def _pool(
-    state_ptr,
-    table_ptr,
-    table_width,
-    num_state_blocks,
-    last,
-    column,
-    block_stride,
-    row_stride,
-    WINDOW: tl.constexpr,
+def _window_rows(
+    table_ptr, table_width, num_state_blocks, last, block_stride, row_stride, WINDOW: tl.constexpr
 ):
-    """The softmax-weighted mean [1, C] of the window that ends at position `last`.
+    """Where the rows of the window that ends at position `last` are: a place [L, R] for each run.
 
-    Also whether every row of the window that has a position is in the table and in the state cache.
+    Also whether each run is in the table and in the state cache, and whether all are that have a
+    position. The window ends with a group, so that runs begin at multiples of their length: each lies
+    in one block, and before position 0 wholly or not at all.
     """
-    HELD: tl.constexpr = WINDOW.held
     LINES: tl.constexpr = WINDOW.rows // WINDOW.held
-    index = tl.arange(0, LINES)[:, None] * HELD + tl.arange(0, HELD)[None, :]
-    position = (
-        last.to(tl.int32) - (WINDOW.rows - 1) + index
-    )  # below max_position, hence below 2**31
+    line = tl.arange(0, LINES)[:, None] * WINDOW.held
+    index = line + tl.arange(0, WINDOW.held // WINDOW.run)[None, :] * WINDOW.run
+    # Below max_position, hence below 2**31.
+    position = last.to(tl.int32) - (WINDOW.rows - 1) + index
     entry = position // WINDOW.block_size
     listed = (position >= 0) & (entry < table_width)
     block = tl.load(table_ptr + entry, mask=listed, other=-1).to(tl.int64)
     known = listed & (block >= 0) & (block < num_state_blocks)
     good = tl.min(tl.min((known | (position < 0)).to(tl.int32), axis=1), axis=0) == 1
-
-    base = block * block_stride + (position % WINDOW.block_size) * row_stride
+    place = block * block_stride + (position % WINDOW.block_size) * row_stride
     if WINDOW.overlap:
-        base += tl.where(index < WINDOW.ratio, 0, WINDOW.head_dim)
-    at = state_ptr + base[:, :, None] + column[None, None, :]
-    loaded = tl.broadcast_to(known[:, :, None], (LINES, HELD, column.shape[0]))
-    score = tl.load(at + WINDOW.width, mask=loaded, other=_NEGATIVE_INFINITY)
-    kv = tl.load(at, mask=loaded, other=0.0)
+        place += tl.where(index < WINDOW.ratio, 0, WINDOW.head_dim)
+    return place, known, good
+
+
+@triton.jit
+def _pool(state_ptr, place, known, whole, column, row_stride, WINDOW: tl.constexpr):
+    """The softmax-weighted mean [1, C] of the rows at places; `whole`: all are known."""
+    HELD: tl.constexpr = WINDOW.held
+    LINES: tl.constexpr = WINDOW.rows // HELD
+    row = tl.arange(0, WINDOW.run).to(tl.int64) * row_stride
+    at = state_ptr + place[:, :, None, None] + row[None, None, :, None] + column[None, None, None, :]
+    if whole:
+        # No mask, hence nothing to fill.
+        score, kv = tl.load(at + WINDOW.width), tl.load(at)
+    else:
+        loaded = tl.broadcast_to(known[:, :, None, None], at.shape)
+        score = tl.load(at + WINDOW.width, mask=loaded, other=_NEGATIVE_INFINITY)
+        kv = tl.load(at, mask=loaded, other=0.0)
+    score = tl.reshape(score, (LINES, HELD, column.shape[0]))
+    kv = tl.reshape(kv, (LINES, HELD, column.shape[0]))
     # A NaN score makes the weight of its row NaN, and all of its column, whatever is largest.
     largest = tl.max(tl.max(score, axis=1), axis=0)
     weight = exp_nonpositive(score - largest[None, None, :])
     # A row without a position has the weight exp(-inf) = 0; or NaN, where that of the last row is too.
-    return tl.div_rn(_sum_window(weight * kv), _sum_window(weight)), good
+    total, norm = _sum_held(weight * kv), _sum_held(weight)
+    # Both at once where rows are spread over threads.
+    total, norm = tl.split(_sum_lines(tl.join(total, norm)))
+    return tl.div_rn(total, norm)
 
 
 @triton.jit
-def _sum_window(x):
-    """[L, H, C] to [1, C]: the tree over the window rows, of which row H l + h is x[l, h]."""
+def _sum_held(x):
+    """[L, H, C] to [L, C]: the lower levels of the tree over the window rows, within a thread."""
     if x.shape[1] == 1:
-        total = tree_sum_rows(tl.reshape(x, (x.shape[0], x.shape[2])))
+        total = tl.reshape(x, (x.shape[0], x.shape[2]))
     else:
         pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2, x.shape[2]))
-        total = _sum_window(tl.sum(pairs, axis=2))
+        total = _sum_held(tl.sum(pairs, axis=2))
+    return total
+
+
+@triton.jit
+def _sum_lines(x):
+    """[L, C, 2] to [1, C, 2]: the upper levels."""
+    if x.shape[0] == 1:
+        total = x
+    else:
+        pairs = tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1], x.shape[2]))
+        total = _sum_lines(tl.sum(pairs, axis=1))
     return total
 
 
@@ -207,7 +231,7 @@ def _store_row(
     kept = group >= 0
     page, line = page_and_row(slot + tl.zeros((GROUPS,), tl.int64), page_stride, RECORD)
     bits = halves.to(tl.uint32) << 16
-    store_groups(cache_ptr, bits, page, line, group, kept, RECORD, RULE, NATIVE)
+    store_groups(cache_ptr, bits, page, line, group, kept, RECORD, RULE, NATIVE, True)
     if RECORD.raw > 0:
         store_raw(cache_ptr, halves, page, line, group, kept, RECORD, RULE)
 
@@ -271,8 +295,14 @@ def _compress_kernel(
     RULE: tl.constexpr,
     NATIVE: tl.constexpr,
     TOKENS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """Pools, finishes, or both; between two launches a row waits in `pooled_ptr`, see _SCRATCH."""
+    """Pools, finishes, or both; between two launches a row waits in `pooled_ptr`, see _SCRATCH.
+
+    OVERLAPPED: the second launch begins when all programs of the first have, and waits for their end.
+    """
+    if OVERLAPPED and POOL:
+        tl.extra.cuda.gdc_launch_dependents()
     RATIO: tl.constexpr = WINDOW.ratio
     D: tl.constexpr = WINDOW.head_dim
     first = tl.program_id(0).to(tl.int64) * TOKENS
@@ -287,10 +317,12 @@ def _compress_kernel(
     found = _next(index, wanted, -1, TOKENS)
     if FINISH:
         weight = load_weight(weight_ptr, column)[None, :]
+    if OVERLAPPED and FINISH:
+        tl.extra.cuda.gdc_wait()
     while found < TOKENS:
         token = first + found
         last = _value_of(positions, positions_ptr, token)
-        scratch = pooled_ptr + token * (D + _SCRATCH) + column
+        scratch = pooled_ptr + token * (D + _SCRATCH)
         if FINISH:
             slot = _value_of(kv_slots, kv_slots_ptr, token)
             cos, sin, rotated = _load_cos_sin(cos_ptr, last // RATIO * RATIO, entry_stride, D)
@@ -299,21 +331,22 @@ def _compress_kernel(
             listed = (request >= 0) & (request < num_requests)
             row_ptr = table_ptr + tl.where(listed, request, 0) * table_stride
             width = tl.where(listed, table_width, 0)
-            pooled, good = _pool(
-                state_ptr, row_ptr, width, num_state_blocks, last, column, block_stride, row_stride,
-                WINDOW,
-            )  # fmt: skip
+            place, known, good = _window_rows(
+                row_ptr, width, num_state_blocks, last, block_stride, row_stride, WINDOW
+            )
+            whole = good & (last >= WINDOW.rows - 1)
+            pooled = _pool(state_ptr, place, known, whole, column, row_stride, WINDOW)
         else:
-            pooled = tl.load(scratch)[None, :]
-            good = tl.load(pooled_ptr + token * (D + _SCRATCH) + D) == 1.0
+            pooled = tl.load(scratch + column)[None, :]
+            good = tl.load(scratch + D) == 1.0
         if FINISH:
             if good:
                 row = _norm_and_rotate(pooled, weight, eps, cos, sin, rotated, NATIVE)
                 _store_row(row, slot, cache_ptr, page_stride, RECORD, RULE, NATIVE)
         else:
-            tl.store(scratch[None, :], pooled)
+            tl.store((scratch + column)[None, :], pooled)
             if tl.program_id(1) == 0:
-                tl.store(pooled_ptr + token * (D + _SCRATCH) + D, good.to(tl.float32))
+                tl.store(scratch + D, good.to(tl.float32))
         found = _next(index, wanted, found, TOKENS)
 
 
@@ -406,24 +439,31 @@ def _store_latents(
     RULE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """Stores the latents at an offset in RATIO tokens: a tile as it is, and one that is rotated."""
+    """Stores the latents at an offset in RATIO tokens: PART rows at a time, then the rotated groups.
+
+    Those are few: of all rows at once, they leave no thread idle.
+    """
     GROUPS: tl.constexpr = RECORD.head_dim // RULE.group
     ROTATED: tl.constexpr = _ROPE_DIM // RULE.group
-    line = tl.arange(0, ROWS * GROUPS)
-    group = line % GROUPS
-    token = (first + line // GROUPS) * RATIO + OFFSET
-    kept, slot, _ = _ends_group(
-        token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
-    )
-    page, row = page_and_row(slot, page_stride, RECORD)
-    # Where each token is a group, the row of a skipped one may be read, too, so that no load has to
-    # wait for a slot or a position.
-    inside = (token < tokens) if RATIO == 1 else kept
-    plain = group < GROUPS - ROTATED
-    at = token * latent_stride + group * RULE.group
-    bits = load_groups(latent_ptr, at, inside & plain, RULE.group).to(tl.uint32) << 16
-    store_groups(cache_ptr, bits, page, row, group, kept & plain, RECORD, RULE, NATIVE)
+    for part in tl.static_range(ROWS // PART):
+        line = tl.arange(0, PART * GROUPS)
+        group = line % GROUPS
+        token = (first + part * PART + line // GROUPS) * RATIO + OFFSET
+        kept, slot, _ = _ends_group(
+            token, tokens, positions_ptr, slots_ptr, max_position, num_slots, RATIO
+        )
+        page, row = page_and_row(slot, page_stride, RECORD)
+        # Where each token is a group, the row of a skipped one may be read, too, so that no load has
+        # to wait for a slot or a position.
+        inside = (token < tokens) if RATIO == 1 else kept
+        plain = group < GROUPS - ROTATED
+        at = token * latent_stride + group * RULE.group
+        bits = load_groups(latent_ptr, at, inside & plain, RULE.group, NATIVE)
+        store_groups(
+            cache_ptr, bits, page, row, group, kept & plain, RECORD, RULE, NATIVE, True
+        )
 
     line = tl.arange(0, ROWS * ROTATED)
     token = (first + line // ROTATED) * RATIO + OFFSET
@@ -434,13 +474,13 @@ def _store_latents(
     index = line % ROTATED
     group = GROUPS - ROTATED + index
     at = token * latent_stride + group * RULE.group
-    bits = load_groups(latent_ptr, at, inside, RULE.group).to(tl.uint32) << 16
+    bits = load_groups(latent_ptr, at, inside, RULE.group, NATIVE)
     bits = _rotate_groups(bits, cos_ptr + entry * entry_stride, index, kept)
     halves = round_bf16_bits(bits, NATIVE)
     if ROUND_TRIP:
         bits = halves.to(tl.uint32) << 16
     page, row = page_and_row(slot, page_stride, RECORD)
-    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
+    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE, ROUND_TRIP)
     if RECORD.raw > 0:
         store_raw(cache_ptr, halves, page, row, group, kept, RECORD, RULE)
 
@@ -464,6 +504,7 @@ def _rope_quant_kernel(
     RULE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """One program looks at ROWS times RATIO tokens.
 
@@ -483,7 +524,7 @@ def _rope_quant_kernel(
             _store_latents(
                 latent_ptr, positions_ptr, cos_ptr, cache_ptr, slots_ptr, first, tokens, latent_stride,
                 entry_stride, max_position, page_stride, num_slots, offset, RATIO, ROUND_TRIP, RECORD,
-                RULE, NATIVE, ROWS,
+                RULE, NATIVE, ROWS, PART,
             )  # fmt: skip
 
 
@@ -718,6 +759,7 @@ def compress_norm_rope_store(
     if 0 in (call.tokens, call.cache.num_blocks, call.state.num_blocks, call.num_reqs):
         return
     split = columns < call.head_dim
+    overlapped = split and target_of(kv_cache.device).overlaps
     pooled = state_cache
     if split:
         shape = (call.tokens, call.head_dim + _SCRATCH.value)
@@ -725,10 +767,11 @@ def compress_norm_rope_store(
 
     def run(pool: bool, finish: bool, per_program: int) -> None:
         rows = launch.rows or plan.tokens
-        tile = tile_of("compress" if finish else "pool", kv_cache.device)
+        tile = tile_of(("finish" if split else "compress") if finish else "pool", kv_cache.device)
         # A warp for 128 columns that are stored, so that few have to wait for each other.
         most = max(1, per_program // 128) if finish else tile.warps
         warps = launch.num_warps or min(tile.warps, most)
+        held = max(1, min(call.window, call.window * per_program // (128 * warps)))
         window = Window(
             rows=call.window,
             ratio=call.ratio,
@@ -736,7 +779,8 @@ def compress_norm_rope_store(
             head_dim=call.head_dim,
             width=call.state.width,
             block_size=call.state.block_size,
-            held=max(1, min(call.window, call.window * per_program // (128 * warps))),
+            held=held,
+            run=math.gcd(held, call.ratio, call.state.block_size),
         )
         _compress_kernel[(triton.cdiv(call.tokens, rows), call.head_dim // per_program)](
             state_cache,
@@ -769,9 +813,11 @@ def compress_norm_rope_store(
             RULE=rule,
             NATIVE=native,
             TOKENS=rows,
+            OVERLAPPED=overlapped,
             num_warps=warps,
             enable_fp_fusion=False,
             **tile.limit,
+            **({"launch_pdl": True} if overlapped and finish else {}),
         )
 
     with device_of(kv_cache):
@@ -824,8 +870,9 @@ def rope_quant_insert(
         _validate.entries(at[ends], compress_ratio, cos_sin_cache.shape[0])
     if tokens == 0 or cache.num_blocks == 0:
         return
-    tile = tile_of("rope_quant", latent.device)
-    rows = launch.rows or tile.rows(cache.layout.head_dim)
+    tile = tile_of("rope_quant", latent.device, packed=rule.element == "e2m1")
+    rows = launch.rows or tile.rows(cache.layout.head_dim, tokens)
+    part = rows if interpreted() else min(rows, max(1, _PART // cache.layout.head_dim))
     with device_of(kv_cache):
         _rope_quant_kernel[(triton.cdiv(tokens, rows * compress_ratio),)](
             latent.view(torch.int16),
@@ -845,8 +892,10 @@ def rope_quant_insert(
             RULE=rule,
             NATIVE=native,
             ROWS=rows,
+            PART=part,
             num_warps=launch.num_warps or tile.warps,
             enable_fp_fusion=False,
+            **tile.limit,
         )
 
 
@@ -960,15 +1009,23 @@ def plans(window: int, ratio: int, head_dim: int) -> tuple[Plan, ...]:
     A larger window is spread over programs of 32 columns: full lines of memory, and 128 rows in
     registers; of 16, where 32 would leave multiprocessors without work.
     """
-    wide, narrow = (head_dim, head_dim) if window <= 8 else (min(32, head_dim), min(16, head_dim))
     group = min(ratio, 128)
-    return Plan(max(16, group), wide), Plan(max(4, group), narrow), Plan(1, narrow)
+    if window <= 8:
+        many = max(16 if head_dim > 128 else 32, group)
+        return Plan(many, head_dim), Plan(max(4, group), head_dim), Plan(1, head_dim)
+    wide, narrow = min(32, head_dim), min(16, head_dim)
+    many = max(16, group)
+    return Plan(many, wide), Plan(many, narrow), Plan(1, wide), Plan(1, narrow)
 
 
 def choose_plan(tokens: int, requests: int, window: int, ratio: int, head_dim: int) -> Plan:
     """The plan for the most groups that the tokens can end: no device is asked for the positions."""
     groups = min(tokens, tokens // ratio + requests)
-    many, few, every = plans(window, ratio, head_dim)
-    if groups * ratio > 2 * tokens:  # decode, or short prefills
-        return every
-    return many if groups > (1024 if window <= 8 else 8) else few
+    decode = groups * ratio > 2 * tokens  # or short prefills
+    if window <= 8:
+        many, few, every = plans(window, ratio, head_dim)
+        return every if decode else many if groups > 1024 else few
+    many, few, every, every_few = plans(window, ratio, head_dim)
+    if groups > 8:
+        return every if decode else many
+    return every_few if decode else few

@@ -23,6 +23,7 @@ from dsv4num.gpu.scalar import (
     encode_bits,
     float_of,
     pack_codes,
+    pack_e2m1_halves,
     pack_e2m1_quotient,
     unpack_codes,
 )
@@ -31,6 +32,7 @@ __all__ = ["dequantize", "encode_scale", "quantize"]
 
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_TWO_14 = tl.constexpr(2.0**14)
 
 
 @triton.jit
@@ -81,8 +83,13 @@ def encode_scale_bits(amax, RULE: tl.constexpr):
 
 
 @triton.jit
-def encode_elements(bits, scale_codes, RULE: tl.constexpr, NATIVE: tl.constexpr):
-    """Stored bytes of fp32 bits [N, GROUP], brought into the element format by scale codes [N]."""
+def encode_elements(
+    bits, scale_codes, RULE: tl.constexpr, NATIVE: tl.constexpr, HALVES: tl.constexpr
+):
+    """Stored bytes of fp32 bits [N, GROUP], brought into the element format by scale codes [N].
+
+    HALVES: the bits are those of bf16 values.
+    """
     ELEMENT: tl.constexpr = RULE.element
     SCALE: tl.constexpr = RULE.scale
     if SCALE == "ue8m0":
@@ -90,20 +97,32 @@ def encode_elements(bits, scale_codes, RULE: tl.constexpr, NATIVE: tl.constexpr)
         # Code 254 has the subnormal inverse 2**-127; code 255 multiplies by 0.
         at_infinity: tl.constexpr = 0x00400000 if RULE.infinite_code == 254 else 0
         inverse = tl.where(scale_codes == RULE.infinite_code, at_infinity, inverse)
-        scaled = bits_of(float_of(bits) * float_of(inverse)[:, None])
-        codes = encode_bits(scaled, ELEMENT, NATIVE)
-        stored = pack_codes(codes) if ELEMENT == "e2m1" else codes.to(tl.uint8)
+        if NATIVE and HALVES and ELEMENT == "e2m1":
+            divisor = tl.full(inverse.shape, _TWO_14, tl.float32)
+            stored = pack_e2m1_halves(bits, tl.div_rn(float_of(inverse), divisor))
+        else:
+            scaled = bits_of(float_of(bits) * float_of(inverse)[:, None])
+            codes = encode_bits(scaled, ELEMENT, NATIVE)
+            stored = pack_codes(codes) if ELEMENT == "e2m1" else codes.to(tl.uint8)
     else:
         tl.static_assert(ELEMENT == "e2m1")
-        stored = pack_e2m1_quotient(bits, float_of(decode_bits(scale_codes, SCALE, False)))
+        scale = float_of(decode_bits(scale_codes, SCALE, False))
+        if NATIVE and HALVES:
+            numerator = tl.full(scale.shape, 1.0 / _TWO_14, tl.float32)
+            stored = pack_e2m1_halves(bits, tl.div_rn(numerator, scale))
+        else:
+            stored = pack_e2m1_quotient(bits, scale)
     return stored
 
 
 @triton.jit
-def quantize_groups(bits, RULE: tl.constexpr, NATIVE: tl.constexpr):
-    """Stored bytes [N, bytes of GROUP codes] and uint32 scale codes [N] of fp32 bits [N, GROUP]."""
+def quantize_groups(bits, RULE: tl.constexpr, NATIVE: tl.constexpr, HALVES: tl.constexpr):
+    """Stored bytes [N, bytes of GROUP codes] and uint32 scale codes [N] of fp32 bits [N, GROUP].
+
+    HALVES: the bits are those of bf16 values.
+    """
     scale_codes = encode_scale_bits(amax_bits(bits, NATIVE), RULE)
-    return encode_elements(bits, scale_codes, RULE, NATIVE), scale_codes
+    return encode_elements(bits, scale_codes, RULE, NATIVE, HALVES), scale_codes
 
 
 @triton.jit
@@ -127,9 +146,10 @@ def _quantize_kernel(
     at = row[:, None] * RULE.group + tl.arange(0, RULE.group)[None, :]
     inside = (row < groups)[:, None]
     bits = tl.load(x_ptr + at, mask=inside, other=0)
-    if bits.dtype == tl.int16:
+    HALVES: tl.constexpr = bits.dtype == tl.int16
+    if HALVES:
         bits = bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    stored, scale_codes = quantize_groups(bits.to(tl.uint32, bitcast=True), RULE, NATIVE)
+    stored, scale_codes = quantize_groups(bits.to(tl.uint32, bitcast=True), RULE, NATIVE, HALVES)
     codes = unpack_codes(stored) if RULE.element == "e2m1" else stored
     tl.store(codes_ptr + at, codes, mask=inside)
     tl.store(scale_codes_ptr + row, scale_codes.to(tl.uint8), mask=row < groups)

@@ -59,9 +59,8 @@ def _insert_kernel(
     page, row = page_and_row(slot, page_stride, RECORD)
     # Also of tokens that are skipped, whose rows are there too: so the slots need not be waited for.
     coded = (token < tokens) & (group < RECORD.coded // RULE.group)
-    halves = load_groups(k_ptr, token * k_stride + group * RULE.group, coded, RULE.group)
-    bits = halves.to(tl.uint32) << 16
-    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE)
+    bits = load_groups(k_ptr, token * k_stride + group * RULE.group, coded, RULE.group, NATIVE)
+    store_groups(cache_ptr, bits, page, row, group, kept, RECORD, RULE, NATIVE, True)
 
     if RECORD.raw > 0:
         # Bytes, which need no alignment, in a tile of their own, which needs no exchange of threads.
@@ -225,7 +224,7 @@ def quantize_and_insert_k_cache(
     if tokens == 0 or cache.num_blocks == 0:
         return
     tile = tile_of("insert", k.device)
-    rows = launch.rows or tile.rows(cache.layout.head_dim)
+    rows = launch.rows or tile.rows(cache.layout.head_dim, tokens)
     with device_of(k_cache):
         _insert_kernel[(triton.cdiv(tokens, rows),)](
             k.view(torch.int16),
@@ -282,8 +281,8 @@ def dequantize_and_gather_k_cache(
     requests, room = out.shape[0], out.shape[1] - offset
     if requests == 0 or room <= 0 or cache.num_blocks == 0 or block_table.shape[1] == 0:
         return
-    tile = tile_of("gather_packed" if rule.element == "e2m1" else "gather", out.device)
-    rows = launch.rows or tile.rows(cache.layout.head_dim)
+    tile = tile_of("gather", out.device, packed=rule.element == "e2m1")
+    rows = launch.rows or tile.rows(cache.layout.head_dim, requests * room)
     # A grid has at most 65,535 programs along its second and third axes.
     grid = (triton.cdiv(room, rows), min(requests, 65535), triton.cdiv(requests, 65535))
     with device_of(out):

@@ -62,6 +62,66 @@ _PTX_DECODE_E4M3 = tl.constexpr(
     }"""
 )
 
+# Two bf16 to two fp32: the compiler would take the upper one to the lower half first.
+_PTX_WIDEN_BF16 = tl.constexpr(
+    """
+    shl.b32 $0, $2, 16;
+    and.b32 $1, $2, 0xFFFF0000;
+    """
+)
+# sm_80 and later: eight fp32, four even and four odd ones, to E2M1 codes in four bytes, nearest even,
+# saturated, NaN to 7. The fp32 are 2**-14 of what is encoded, so that the subnormals of E2M1 are those
+# of fp16, and a code is the upper bits of an fp16, rounded.
+_PTX_PACK_E2M1 = tl.constexpr(
+    """{
+    .reg .b32 even<2>, odd<2>, m<4>, up<4>, sign<2>, six;
+    mov.b32 six, 0x0E000E00;
+    cvt.rn.f16x2.f32 even0, $2, $1;
+    cvt.rn.f16x2.f32 even1, $4, $3;
+    cvt.rn.f16x2.f32 odd0, $6, $5;
+    cvt.rn.f16x2.f32 odd1, $8, $7;
+    abs.f16x2 m0, even0;
+    abs.f16x2 m1, even1;
+    abs.f16x2 m2, odd0;
+    abs.f16x2 m3, odd1;
+    min.f16x2 m0, m0, six;
+    min.f16x2 m1, m1, six;
+    min.f16x2 m2, m2, six;
+    min.f16x2 m3, m3, six;
+    shr.u32 up0, m0, 9;
+    shr.u32 up1, m1, 9;
+    shr.u32 up2, m2, 9;
+    shr.u32 up3, m3, 9;
+    and.b32 up0, up0, 0x00010001;
+    and.b32 up1, up1, 0x00010001;
+    and.b32 up2, up2, 0x00010001;
+    and.b32 up3, up3, 0x00010001;
+    add.u32 m0, m0, up0;
+    add.u32 m1, m1, up1;
+    add.u32 m2, m2, up2;
+    add.u32 m3, m3, up3;
+    add.u32 m0, m0, 0x00FF00FF;
+    add.u32 m1, m1, 0x00FF00FF;
+    add.u32 m2, m2, 0x00FF00FF;
+    add.u32 m3, m3, 0x00FF00FF;
+    shr.u32 m0, m0, 1;
+    shr.u32 m1, m1, 1;
+    shl.b32 m2, m2, 3;
+    shl.b32 m3, m3, 3;
+    shr.u32 sign0, even0, 4;
+    shr.u32 sign1, even1, 4;
+    and.b32 m0, m0, 0x07000700;
+    and.b32 m1, m1, 0x07000700;
+    lop3.b32 m0, m2, 0x70007000, m0, 0xEA;
+    lop3.b32 m1, m3, 0x70007000, m1, 0xEA;
+    lop3.b32 m0, sign0, 0x08000800, m0, 0xEA;
+    lop3.b32 m1, sign1, 0x08000800, m1, 0xEA;
+    lop3.b32 m0, odd0, 0x80008000, m0, 0xEA;
+    lop3.b32 m1, odd1, 0x80008000, m1, 0xEA;
+    prmt.b32 $0, m0, m1, 0x7531;
+    }"""
+)
+
 
 @triton.jit
 def bits_of(x):
@@ -73,6 +133,18 @@ def bits_of(x):
 def float_of(bits):
     """The fp32 values of bits."""
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen_bf16(halves, NATIVE: tl.constexpr):
+    """fp32 bits of bf16 codes, given as int16."""
+    if NATIVE:
+        bits = tl.inline_asm_elementwise(
+            _PTX_WIDEN_BF16, "=r,=r,r", [halves], dtype=tl.uint32, is_pure=True, pack=2
+        )
+    else:
+        bits = halves.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    return bits
 
 
 @triton.jit
@@ -175,6 +247,25 @@ def pack_e2m1_quotient(bits, scale):
     codes = ((sign & number) & 0x80008000) | ((from_175 >> 1) & 0x40004000)
     codes |= ((middle >> 2) & 0x20002000) | ((low >> 3) & 0x10001000)
     return (((codes >> 12) & 0x0F) | ((codes >> 24) & 0xF0)).to(tl.uint8)
+
+
+@triton.jit
+def pack_e2m1_halves(bits, factor):
+    """E2M1 codes of the products of bf16 values, as fp32 bits [N, 2M], and factors [N], packed [N, M].
+
+    A factor is 2**-14 over the scale, rounded to fp32; a scale has four significant bits at most. The
+    product is then so near the quotient, and a quotient that is not a midpoint so far from all of them,
+    that fp16 keeps both on the same side, and takes what is near a midpoint onto it.
+    """
+    even, odd = tl.split(tl.reshape(bits, (bits.shape[0], bits.shape[1] // 2, 2)))
+    return tl.inline_asm_elementwise(
+        _PTX_PACK_E2M1,
+        "=r,f,f,f,f,f,f,f,f",
+        [float_of(even) * factor[:, None], float_of(odd) * factor[:, None]],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit

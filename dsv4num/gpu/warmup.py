@@ -19,8 +19,9 @@ import triton
 
 from dsv4num import gpu
 from dsv4num.errors import ArgumentError
-from dsv4num.formats import get_layout
+from dsv4num.formats import E2M1, get_layout
 from dsv4num.gpu._target import Launch, use_native
+from dsv4num.gpu._tuning import tile_of
 from dsv4num.gpu.compressor import Plan, plans
 
 __all__ = [
@@ -285,7 +286,9 @@ def _calls(
     """Every call with its name; its inputs are made when it runs."""
     make = _Inputs(config, device)
     for k in config.k_caches:
-        yield f"insert {k.layout}, {k.block_size} rows", partial(_insert, make, k)
+        for rows in _row_choices("insert", make, k):
+            kind = f"{k.layout}, {k.block_size} rows{_many(rows)}"
+            yield f"insert {kind}", partial(_insert, make, k, rows)
         yield from _gathers(f"{k.layout}, {k.block_size} rows", make, k)
     for c in config.compressed:
         kind = f"{c.layout}, ratio {c.compress_ratio}{', overlap' if c.overlap else ''}"
@@ -298,7 +301,8 @@ def _calls(
     for latent in config.latents:
         kind = f"{latent.layout}, ratio {latent.compress_ratio}"
         yield f"pool latent {kind}", partial(_pool_latent, make, latent)
-        yield f"rotate and insert {kind}", partial(_rope_quant, make, latent)
+        for rows in _row_choices("rope_quant", make, latent):
+            yield f"rotate and insert {kind}{_many(rows)}", partial(_rope_quant, make, latent, rows)
         if latent.gathered:
             yield from _gathers(f"{latent.layout}, {latent.block_size} rows", make, latent)
     for index in config.indices:
@@ -351,14 +355,14 @@ class _Inputs:
         return pages.as_strided((2, rows, layout.row_bytes), (stride, layout.row_bytes, 1))
 
 
-def _insert(make: _Inputs, plan: KCache) -> None:
+def _insert(make: _Inputs, plan: KCache, rows: int) -> None:
     gpu.quantize_and_insert_k_cache(
         make.floats(1, get_layout(plan.layout).head_dim, dtype=torch.bfloat16),
         make.cache(plan),
         make.slots(0),
         plan.block_size,
         layout=plan.layout,
-        launch=make.launch,
+        launch=replace(make.launch, rows=rows),
     )
 
 
@@ -366,12 +370,31 @@ def _gathers(
     kind: str, make: _Inputs, plan: KCache | CompressedCache | LatentCache
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Gathers of the last rows and of whole sequences, which are kernels of their own."""
-    yield f"gather {kind}", partial(_gather, make, plan, whole=False)
-    yield f"gather whole {kind}", partial(_gather, make, plan, whole=True)
+    for rows in _row_choices("gather", make, plan):
+        yield f"gather {kind}{_many(rows)}", partial(_gather, make, plan, rows, whole=False)
+        yield f"gather whole {kind}{_many(rows)}", partial(_gather, make, plan, rows, whole=True)
+
+
+def _row_choices(
+    operation: str, make: _Inputs, plan: KCache | CompressedCache | LatentCache
+) -> tuple[int, ...]:
+    """The rows per program that a launcher may choose: for few rows, and for many."""
+    if make.launch.rows is not None:
+        return (make.launch.rows,)
+    layout = get_layout(plan.layout)
+    codes = layout.field("codes")
+    packed = codes is not None and codes.format is E2M1
+    tile = tile_of(operation, make.device, packed=packed)
+    return tuple(dict.fromkeys((tile.rows(layout.head_dim, 1), tile.rows(layout.head_dim))))
+
+
+def _many(rows: int) -> str:
+    """What tells the steps of both choices apart."""
+    return "" if rows == 1 else f", {rows} per program"
 
 
 def _gather(
-    make: _Inputs, plan: KCache | CompressedCache | LatentCache, *, whole: bool
+    make: _Inputs, plan: KCache | CompressedCache | LatentCache, rows: int, *, whole: bool
 ) -> None:
     gpu.dequantize_and_gather_k_cache(
         make.floats(1, 1, get_layout(plan.layout).head_dim, dtype=torch.bfloat16),
@@ -382,7 +405,7 @@ def _gather(
         plan.block_size,
         0,
         layout=plan.layout,
-        launch=make.launch,
+        launch=replace(make.launch, rows=rows),
     )
 
 
@@ -452,7 +475,7 @@ def _pool_latent(make: _Inputs, plan: LatentCache) -> None:
     )
 
 
-def _rope_quant(make: _Inputs, plan: LatentCache) -> None:
+def _rope_quant(make: _Inputs, plan: LatentCache, rows: int) -> None:
     gpu.rope_quant_insert(
         make.floats(1, 512, dtype=torch.bfloat16),
         make.positions(plan.compress_ratio - 1),
@@ -462,7 +485,7 @@ def _rope_quant(make: _Inputs, plan: LatentCache) -> None:
         compress_ratio=plan.compress_ratio,
         layout=plan.layout,
         bf16_round_trip=plan.bf16_round_trip,
-        launch=make.launch,
+        launch=replace(make.launch, rows=rows),
     )
 
 

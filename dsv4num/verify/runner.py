@@ -43,9 +43,11 @@ from dsv4num.verify.operations import OPERATIONS, Operation
 from dsv4num.verify.profile import Profile, load_profile
 from dsv4num.verify.rows import Row, add_up
 
+#: About the built-in choice for large inputs; most cases have so few rows that each has a program.
+MANY_ROWS = Launch(rows=4, num_warps=1)
 #: The launch configurations of a case that sweeps, besides the default one.
 SWEEP = (
-    Launch(rows=1, num_warps=1),
+    MANY_ROWS,
     Launch(rows=2, num_warps=8),
     Launch(rows=8, num_warps=2),
     Launch(rows=4, num_warps=4, columns=64),
