@@ -1,8 +1,8 @@
 """What a target can do by itself; everything else is integer work.
 
-The *native* path converts with the hardware's own E4M3 and bf16 instructions where the target has
-them and where they are known to round as SPEC section 2 says. The *portable* path uses integers only
-and runs anywhere. The bytes are the same.
+The *native* path converts with the hardware's own E4M3, bf16 and fp16 instructions where the target
+has them and where they are known to round as SPEC section 2 says. The *portable* path uses integers
+only and runs anywhere. The bytes are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Target:
 
     Attributes:
         name: "sm_90", "gfx942", ... or "interpreter".
-        native: whether the E4M3 OCP and bf16 instructions of sm_89 and later are there.
+        native: whether the E4M3 OCP, bf16 and fp16 instructions of sm_89 and later are there.
     """
 
     name: str

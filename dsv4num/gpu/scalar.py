@@ -64,63 +64,53 @@ _PTX_DECODE_E4M3 = tl.constexpr(
 
 # Two bf16 to two fp32: the compiler would take the upper one to the lower half first.
 _PTX_WIDEN_BF16 = tl.constexpr(
-    """
-    shl.b32 $0, $2, 16;
-    and.b32 $1, $2, 0xFFFF0000;
-    """
-)
-# sm_80 and later: eight fp32, four even and four odd ones, to E2M1 codes in four bytes, nearest even,
-# saturated, NaN to 7. The fp32 are 2**-14 of what is encoded, so that the subnormals of E2M1 are those
-# of fp16, and a code is the upper bits of an fp16, rounded.
-_PTX_PACK_E2M1 = tl.constexpr(
     """{
-    .reg .b32 even<2>, odd<2>, m<4>, up<4>, sign<2>, six;
-    mov.b32 six, 0x0E000E00;
-    cvt.rn.f16x2.f32 even0, $2, $1;
-    cvt.rn.f16x2.f32 even1, $4, $3;
-    cvt.rn.f16x2.f32 odd0, $6, $5;
-    cvt.rn.f16x2.f32 odd1, $8, $7;
-    abs.f16x2 m0, even0;
-    abs.f16x2 m1, even1;
-    abs.f16x2 m2, odd0;
-    abs.f16x2 m3, odd1;
-    min.f16x2 m0, m0, six;
-    min.f16x2 m1, m1, six;
-    min.f16x2 m2, m2, six;
-    min.f16x2 m3, m3, six;
-    shr.u32 up0, m0, 9;
-    shr.u32 up1, m1, 9;
-    shr.u32 up2, m2, 9;
-    shr.u32 up3, m3, 9;
-    and.b32 up0, up0, 0x00010001;
-    and.b32 up1, up1, 0x00010001;
-    and.b32 up2, up2, 0x00010001;
-    and.b32 up3, up3, 0x00010001;
-    add.u32 m0, m0, up0;
-    add.u32 m1, m1, up1;
-    add.u32 m2, m2, up2;
-    add.u32 m3, m3, up3;
-    add.u32 m0, m0, 0x00FF00FF;
-    add.u32 m1, m1, 0x00FF00FF;
-    add.u32 m2, m2, 0x00FF00FF;
-    add.u32 m3, m3, 0x00FF00FF;
-    shr.u32 m0, m0, 1;
-    shr.u32 m1, m1, 1;
-    shl.b32 m2, m2, 3;
-    shl.b32 m3, m3, 3;
-    shr.u32 sign0, even0, 4;
-    shr.u32 sign1, even1, 4;
-    and.b32 m0, m0, 0x07000700;
-    and.b32 m1, m1, 0x07000700;
-    lop3.b32 m0, m2, 0x70007000, m0, 0xEA;
-    lop3.b32 m1, m3, 0x70007000, m1, 0xEA;
-    lop3.b32 m0, sign0, 0x08000800, m0, 0xEA;
-    lop3.b32 m1, sign1, 0x08000800, m1, 0xEA;
-    lop3.b32 m0, odd0, 0x80008000, m0, 0xEA;
-    lop3.b32 m1, odd1, 0x80008000, m1, 0xEA;
-    prmt.b32 $0, m0, m1, 0x7531;
+    .reg .b32 both;
+    mov.b32 both, $2;
+    shl.b32 $0, both, 16;
+    and.b32 $1, both, 0xFFFF0000;
     }"""
 )
+
+
+def _ptx_pack_e2m1() -> str:
+    """Eight fp32, four even and four odd ones, to E2M1 codes in four bytes.
+
+    Nearest even, saturated, NaN to 7. The fp32 are 2**-14 of what is encoded, so that the subnormals of
+    E2M1 are those of fp16, and a code is the upper bits, rounded, of an fp16. Two share a word.
+    """
+    words = "".join(
+        f"""
+    cvt.rn.f16x2.f32 w{i}, ${2 * i + 2}, ${2 * i + 1};
+    abs.f16x2 m{i}, w{i};
+    min.f16x2 m{i}, m{i}, six;
+    shr.u32 last, m{i}, 9;
+    and.b32 last, last, 0x00010001;
+    add.u32 m{i}, m{i}, last;
+    add.u32 m{i}, m{i}, 0x00FF00FF;"""
+        for i in range(4)
+    )
+    # Of words 0 and 1 the even elements, of 2 and 3 the odd ones: codes and signs to bits 8 to 15.
+    halves = "".join(
+        f"""
+    shr.u32 m{i}, m{i}, 1;
+    shl.b32 m{i + 2}, m{i + 2}, 3;
+    shr.u32 sign, w{i}, 4;
+    and.b32 m{i}, m{i}, 0x07000700;
+    lop3.b32 m{i}, m{i + 2}, 0x70007000, m{i}, {_AND_OR};
+    lop3.b32 m{i}, sign, 0x08000800, m{i}, {_AND_OR};
+    lop3.b32 m{i}, w{i + 2}, 0x80008000, m{i}, {_AND_OR};"""
+        for i in range(2)
+    )
+    return f"""{{
+    .reg .b32 w<4>, m<4>, last, sign, six;
+    mov.b32 six, 0x0E000E00;{words}{halves}
+    prmt.b32 $0, m0, m1, 0x7531;
+    }}"""
+
+
+_AND_OR = "0xEA"  # the table of (a & b) | c
+_PTX_PACK_E2M1 = tl.constexpr(_ptx_pack_e2m1())
 
 
 @triton.jit
