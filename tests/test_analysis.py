@@ -454,7 +454,12 @@ def test_norm_by_one_rounding() -> None:
         lambda: analysis.bias_test(np.ones(3), 1.0),
         lambda: analysis.rate_interval(3, 2),
         lambda: analysis.shared_exponent(np.zeros(1), "e2m1", 6, "ceil"),
-        lambda: analysis.shared_exponent(np.ones(1), "e2m1", 6, "up"),  # type: ignore[arg-type]
+        lambda: analysis.shared_exponent(
+            np.ones(1),
+            "e2m1",
+            6,
+            "up",  # type: ignore[arg-type]  # refused
+        ),
         lambda: analysis.encode_scale_by(np.ones(1, np.float32), "N2/16"),
         lambda: analysis.quantize_by(np.ones(64, np.float32), np.uint8([127]), "M1/32"),
         lambda: analysis.element_bound("ue8m0"),

@@ -21,7 +21,12 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 import triton.language as tl  # noqa: E402  (only where torch is)
 from triton.language.extra import libdevice  # noqa: E402  (only where torch is)
 
-from dsv4num.audit.command import Result, _found, _write_record, examine  # noqa: E402
+from dsv4num.audit.command import (  # noqa: E402  (only where torch is)
+    Result,
+    _found,
+    _write_record,
+    examine,
+)
 from dsv4num.audit.rules import RULES, inspect  # noqa: E402  (only where torch is)
 from dsv4num.audit.specialization import (  # noqa: E402  (only where torch is)
     ARCHITECTURES,

@@ -94,6 +94,7 @@ def test_insert_into_a_slice_of_a_larger_buffer(layout: str, fill: int) -> None:
     )
     want = bytearray([fill]) * shared.size
     inside = memoryview(want)[33:]
+    # The oracle asks for a bytearray, and a view of one serves.
     slow.insert(bits.tolist(), inside, own + 100, slots, rows, layout)  # type: ignore[arg-type]
     assert shared.tobytes() == bytes(want)
 
@@ -568,5 +569,6 @@ def test_pages_beyond_the_gathered_rows_are_not_looked_at() -> None:
 
 def test_optional_arguments_are_keyword_only() -> None:
     a = insert_arguments()
+    places = (a["k"], a["k_cache"], a["slot_mapping"], 2, "v4")
     with pytest.raises(TypeError):
-        quantize_and_insert_k_cache(a["k"], a["k_cache"], a["slot_mapping"], 2, "v4")  # type: ignore[misc]
+        quantize_and_insert_k_cache(*places)  # type: ignore[misc]  # refused

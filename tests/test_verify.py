@@ -28,7 +28,13 @@ torch = pytest.importorskip("torch", reason="kernels need torch")
 pytest.importorskip("triton", reason="kernels need triton")
 
 import dsv4num.gpu  # noqa: E402  (only where torch is)
-from dsv4num.verify import command, devices, operations, report, runner  # noqa: E402
+from dsv4num.verify import (  # noqa: E402  (only where torch is)
+    command,
+    devices,
+    operations,
+    report,
+    runner,
+)
 from dsv4num.verify.merge import merge as merge_of  # noqa: E402  (only where torch is)
 from dsv4num.verify.operations import OPERATIONS  # noqa: E402  (only where torch is)
 

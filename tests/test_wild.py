@@ -700,6 +700,7 @@ def test_errors_of_pools() -> None:
     slots = np.int64([0])
 
     def insert(cache: object, layout: str = "v4_two_pools") -> None:
+        # Some of the caches are refused for what they are.
         quantize_and_insert_k_cache(rows, cache, slots, 1, layout=layout)  # type: ignore[arg-type]
 
     for cache, layout, message in [
