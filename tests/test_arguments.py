@@ -65,11 +65,21 @@ def test_states_that_overlap() -> None:
 
 def test_an_overlap_that_is_no_flag() -> None:
     state = np.ones((2, 4, 256), np.float32)
-    for flag in (0, False, np.int64(0), np.array(0)):
+    for flag in (0, False, np.int64(0)):
         compress(state, flag)
-    for wrong in (np.array([0]), np.array([0, 1]), np.array(0.0), 2, -1, 0.0, "0", None):
+    for wrong in (np.array(0), np.array([0]), np.array([0, 1]), np.array(0.0), 2, -1, 0.0, "0", None):
         with pytest.raises(ArgumentError, match="overlap: got "):
             compress(state, wrong)
+
+
+@pytest.mark.parametrize("size", [np.array(1), np.array([1]), np.float64(1)])
+def test_an_array_is_no_number(size: Any) -> None:
+    """NumPy has a whole number for an array of one, and a kernel would take it as it is."""
+    cache = np.zeros((1, 2 * 584), np.uint8)
+    with pytest.raises(ArgumentError, match=r"block_size: got .*; allowed: an integer of 1"):
+        reference.quantize_and_insert_k_cache(np.zeros((1, 512), BF16), cache, np.int64([0]), size)
+    with pytest.raises(ArgumentError, match=r"overlap: got .*; allowed: True or False"):
+        compress(np.ones((1, 4, 512), np.float32), size)
 
 
 def test_a_numpy_scalar_is_no_array() -> None:

@@ -1170,10 +1170,11 @@ def float_errors(name: str, shape: tuple[int, ...], other: Any = np.float64) -> 
     ]
 
 
-def ratio_errors(clause_small: bool) -> Errors:
-    """What no ratio may be."""
-    given = [0, -2, 3, 6, True, 2.0, None, "4", 2**63] + ([4] if clause_small else [])
-    return [("compress_ratio", lambda a, g=g: g, ArgumentError, str(g)) for g in given]
+def ratio_errors(clause_small: bool, *, constant: bool = True) -> Errors:
+    """What no ratio may be; a constant of kernels is no NumPy integer, either."""
+    given: list[Any] = [0, -2, 3, 6, True, 2.0, None, "4", 2**63]
+    given += [*([4] if clause_small else []), *([np.int64(2)] if constant else [])]
+    return [("compress_ratio", lambda a, g=g: g, ArgumentError, repr(g)) for g in given]
 
 
 def eps_errors() -> Errors:
@@ -1279,7 +1280,7 @@ COMPRESS_ERRORS: Errors = [
     *integer_errors("positions", [1, 3]),
     *integer_errors("slot_mapping", [1, 7]),
     *integer_errors("kv_slot_mapping", [0, 3]),
-    *ratio_errors(False),
+    *ratio_errors(False, constant=False),
     *eps_errors(),
     *length_error("token_to_req_indices", lambda x: x[:1]),
     *length_error("positions", lambda x: x[:1]),

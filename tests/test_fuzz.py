@@ -8,6 +8,7 @@ do the outputs. `FUZZ_MINUTES=10 pytest tests/test_fuzz.py` goes on with new see
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import warnings
@@ -217,7 +218,7 @@ def may_change(view: Any, call: dict[str, Any]) -> Array:
     if view.dtype != np.uint8 or view.ndim != 2:
         byte[...] = True
         return mask
-    size = call.get("kv_block_size") or call.get("block_size")
+    size = operator.index(call.get("kv_block_size") or call.get("block_size"))
     byte[:, : get_layout(call["layout"]).owned_bytes(size)] = True  # not the padding of a page
     return mask
 

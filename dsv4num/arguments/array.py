@@ -80,18 +80,25 @@ class Array:
 
 
 def integer(name: str, value: Any, least: int, clause: str) -> int:
-    """`value` as an int of at least `least`; NumPy integers count, booleans and floats do not.
+    """`value` as an int of at least `least`; NumPy integers count, booleans, floats and arrays do not.
 
     Raises:
         ArgumentError: it is not such an integer.
     """
-    try:
-        found = operator.index(value)
-    except TypeError:
-        found = least - 1
-    if isinstance(value, bool) or found < least:
+    found = whole(value)
+    if isinstance(value, bool) or found is None or found < least:
         raise ArgumentError(name, repr(value), f"an integer of {least} or more", clause)
     return found
+
+
+def whole(value: Any) -> int | None:
+    """The int that a value is, if it is one; an array is none, though NumPy and torch have one for it."""
+    if hasattr(value, "__array__") and not isinstance(value, numbers.Integral):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def positive_int(name: str, value: Any, clause: str) -> int:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4num.arguments.array import INTEGERS, Array, epsilon, positive_int, same_device
+from dsv4num.arguments.array import (
+    INTEGERS,
+    Array,
+    epsilon,
+    positive_int,
+    same_device,
+    whole,
+)
 from dsv4num.arguments.paged_cache import Cache, check_cache
 from dsv4num.errors import ArgumentError
 from dsv4num.formats import LAYOUTS, Layout, get_layout
@@ -90,6 +96,7 @@ def check_save_partial_states(
 ) -> State:
     """The arguments of `save_partial_states` (clause 5.3)."""
     ratio = _ratio(compress_ratio, "5.3")
+    _refuse_numpy(compress_ratio, "5.3")
     kv.require(dtype="float32", shape=("tokens", "W"), clause="5.3")
     width = kv.shape[1]
     if width < 1:
@@ -122,16 +129,13 @@ def check_compress(
 ) -> Compression:
     """The arguments of `compress_norm_rope_store` (clause 5.4)."""
     ratio = _ratio(compress_ratio, "5.4")
-    try:
-        lanes = 1 + operator.index(overlap)
-    except TypeError:  # no integer, or an array of several
-        lanes = 0
-    if lanes not in (1, 2):
+    flag = whole(overlap)
+    if flag not in (0, 1):
         raise ArgumentError("overlap", repr(overlap), "True or False, 1 or 0", "5.4")
     eps = epsilon("rms_norm_eps", rms_norm_eps, "5.4")
     cache = _check_kv_cache(kv_cache, kv_block_size, layout, COMPRESS_LAYOUTS, "5.4")
     head_dim = cache.layout.head_dim
-    state = _check_state(state_cache, lanes * head_dim, "5.4", written=False)
+    state = _check_state(state_cache, (1 + flag) * head_dim, "5.4", written=False)
     tokens = _token_count(slot_mapping, "5.4")
     for array in (token_to_req_indices, positions, kv_slot_mapping):
         array.require(dtype=INTEGERS, shape=("tokens",), clause="5.4")
@@ -154,7 +158,7 @@ def check_compress(
         state,
         tokens,
         ratio,
-        lanes == 2,
+        flag == 1,
         head_dim,
         block_table.shape[0],
         block_table.shape[1],
@@ -243,7 +247,14 @@ def _small_ratio(value: Any, clause: str) -> int:
     ratio = positive_int("compress_ratio", value, clause)
     if ratio > 2:
         raise ArgumentError("compress_ratio", ratio, "1 or 2", clause)
+    _refuse_numpy(value, clause)
     return ratio
+
+
+def _refuse_numpy(ratio: Any, clause: str) -> None:
+    """Launchers hand these ratios on as constants of kernels, which Triton knows as Python's only."""
+    if hasattr(ratio, "__array__"):
+        raise ArgumentError("compress_ratio", repr(ratio), "an int of Python", clause)
 
 
 def _token_count(slot_mapping: Array, clause: str) -> int:
