@@ -92,7 +92,7 @@ def integer(name: str, value: Any, least: int, clause: str) -> int:
 
 
 def whole(value: Any) -> int | None:
-    """The int that a value is, if it is one; an array is none, though NumPy and torch have one for it."""
+    """The int that a value is, if any; an array is none, though NumPy and torch have one for it."""
     if hasattr(value, "__array__") and not isinstance(value, numbers.Integral):
         return None
     try:
