@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from dsv4num import gpu  # noqa: E402  (only where torch is)
 from dsv4num.gpu import Launch  # noqa: E402  (only where torch is)
+from dsv4num.gpu.scalar import _PTX_PACK_E2M1  # noqa: E402  (only where torch is)
 
 BF16 = ml_dtypes.bfloat16
 SMALL = ("e4m3fn", "e4m3fnuz", "e2m1", "ue8m0")
@@ -343,15 +344,62 @@ def test_bf16_at_every_midpoint_of_every_scale(device: str) -> None:
     assert np.array_equal(found.cpu().numpy(), codes)
 
 
-def test_fp16_keeps_bf16_products_on_their_side_of_midpoints() -> None:
-    """What `pack_e2m1_halves` rests on: every bf16 value over every scale, by its steps in NumPy."""
-    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+def run_ptx(text: str, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """$0 of inline PTX, run in NumPy over arrays of fp32: the few instructions that packing takes."""
+    held: dict[str, Any] = dict(inputs)
+
+    def value(name: str) -> Any:
+        return np.uint32(int(name, 16)) if name.startswith("0x") else held[name]
+
+    def half(x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            bits = x.astype(np.float16).view(np.uint16).astype(np.uint32)
+        return np.where(np.isnan(x), np.uint32(0x7FFF), bits)  # the NaN that cvt makes
+
+    def smaller(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        x, y = (np.ascontiguousarray(np.broadcast_to(v, x.shape)).view(np.float16) for v in (x, y))
+        return np.fmin(x, y).view(np.uint32)
+
+    def bytes_of(x: np.ndarray, y: np.ndarray, places: int) -> np.ndarray:
+        both = [x >> (8 * i) & 0xFF for i in range(4)] + [y >> (8 * i) & 0xFF for i in range(4)]
+        chosen = [both[places >> (4 * i) & 7] << (8 * i) for i in range(4)]
+        return np.bitwise_or.reduce(chosen)
+
+    for statement in text.strip().strip("{}").split(";"):
+        name, _, operands = statement.strip().partition(" ")
+        if name in ("", ".reg"):
+            continue
+        target, *sources = operands.split(", ")
+        if name == "lop3.b32":
+            assert sources.pop() == "0xEA"  # (a & b) | c
+        given = [int(v) if v.isdigit() else value(v) for v in sources]
+        held[target] = {
+            "mov.b32": lambda a: a,
+            "cvt.rn.f16x2.f32": lambda upper, lower: half(upper) << 16 | half(lower),
+            "abs.f16x2": lambda a: a & 0x7FFF7FFF,
+            "min.f16x2": smaller,
+            "shr.u32": lambda a, b: a >> b,
+            "shl.b32": lambda a, b: a << b,
+            "and.b32": lambda a, b: a & b,
+            "add.u32": lambda a, b: a + b,
+            "lop3.b32": lambda a, b, c: a & b | c,
+            "prmt.b32": lambda a, b, c: bytes_of(a, b, int(c)),
+        }[name](*given)
+    return np.asarray(held["$0"])
+
+
+def test_the_ptx_that_packs_e2m1_codes_of_bf16_values() -> None:
+    """The native path's own text, and what it rests on: every bf16 value over every scale.
+
+    fp16 keeps a product on the side of a midpoint that the quotient is on.
+    """
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(-1, 8)
     for scale in oracle.decode(np.arange(1, 127, dtype=np.uint8), "e4m3fn"):
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            halves = (values * (np.float32(2.0**-14) / scale)).astype(np.float16)
+        with np.errstate(over="ignore", invalid="ignore"):
+            products = values * (np.float32(2.0**-14) / scale)
             quotients = values / scale
-        halves[np.isnan(halves)] = np.inf  # the smaller of a NaN and a number is the number
-        patterns = halves.view(np.uint16)
-        limited = np.minimum(patterns & 0x7FFF, 0x0E00)  # 6 * 2**-14
-        codes = (limited + 0xFF + ((limited >> 9) & 1)) >> 9 | (patterns >> 12) & 8
-        assert np.array_equal(codes, oracle.encode(quotients, "e2m1")), scale
+        # The even elements of a thread's four bytes come first, then the odd ones.
+        columns = [*products[:, 0::2].T, *products[:, 1::2].T]
+        found = run_ptx(_PTX_PACK_E2M1.value, {f"${i + 1}": x for i, x in enumerate(columns)})
+        want = oracle.pack(oracle.encode(quotients, "e2m1"))
+        assert found.astype("<u4").tobytes() == want.tobytes(), scale
