@@ -14,12 +14,13 @@ from test_recorded_bytes import FILE as GOLDENS
 
 import dsv4num.reference
 from dsv4num import ArgumentError, Dsv4numError, ValueRangeError
+from dsv4num.formats import get_layout
 
 torch = pytest.importorskip("torch", reason="kernels need torch")
 pytest.importorskip("triton", reason="kernels need triton")
 
 import dsv4num.gpu  # noqa: E402  (only where torch is)
-from dsv4num.gpu import Launch  # noqa: E402  (only where torch is)
+from dsv4num.gpu import Launch, compressor  # noqa: E402  (only where torch is)
 from dsv4num.gpu.compressor import choose_plan, plans  # noqa: E402  (only where torch is)
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -30,6 +31,8 @@ TABLES = {
     "rope_quant_insert": (oracle.rope_arguments, oracle.ROPE_ERRORS),
     "pool_ring_latent": (oracle.ring_arguments, oracle.RING_ERRORS),
 }
+
+
 def can_be_a_tensor(value: Any) -> bool:
     """Torch has no read-only tensors, no negative strides, and fewer dtypes."""
     if not isinstance(value, np.ndarray):
@@ -169,6 +172,30 @@ def test_the_plan_follows_the_groups(
 ) -> None:
     found = choose_plan(tokens, requests, window, ratio, 512)
     assert found == plan and found in plans(window, ratio, 512)
+
+
+@pytest.mark.parametrize("layout", ["v4", "v41_mxfp8", "v41_nvfp4"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_rows_in_parts(layout: str, ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes the rows of a program four at a time; the interpreter takes all at once, but not here."""
+    rng = np.random.default_rng(5)
+    tokens = 21 * ratio
+    cache = np.full((3, 8, get_layout(layout).row_bytes), 0xA5, np.uint8)
+    slots = rng.permutation(24)[:21].repeat(ratio)
+    arguments = oracle.rope_arguments() | {
+        "latent": rng.standard_normal((tokens, 512)).astype(ml_dtypes.bfloat16),
+        "positions": np.arange(tokens),
+        "cos_sin_cache": rng.standard_normal((tokens, 64)).astype(np.float32),
+        "slot_mapping": slots,
+        "compress_ratio": ratio,
+        "layout": layout,
+    }
+    want = cache.copy()
+    dsv4num.reference.rope_quant_insert(**arguments | {"kv_cache": want})
+    monkeypatch.setattr(compressor, "interpreted", lambda: False)
+    given = {key: tensor(value) for key, value in (arguments | {"kv_cache": cache}).items()}
+    dsv4num.gpu.rope_quant_insert(**given, launch=Launch(rows=16))
+    assert given["kv_cache"].cpu().numpy().tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("validate", [1, None, "yes"])
