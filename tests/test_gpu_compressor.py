@@ -177,7 +177,7 @@ def test_the_plan_follows_the_groups(
 @pytest.mark.parametrize("layout", ["v4", "v41_mxfp8", "v41_nvfp4"])
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_rows_in_parts(layout: str, ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU takes the rows of a program four at a time; the interpreter takes all at once, but not here."""
+    """A GPU takes the rows of a program four at a time; the interpreter, but here, all at once."""
     rng = np.random.default_rng(5)
     tokens = 21 * ratio
     cache = np.full((3, 8, get_layout(layout).row_bytes), 0xA5, np.uint8)
